@@ -1,0 +1,64 @@
+"""Fanfold: the feed-forward network of Transformers, from every side.
+
+`import fanfold` is light: torch is imported when a name that needs it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import activations, layout, reference
+from .spec import Spec
+from .weights import Weights
+
+__version__ = "0.1.0"
+
+# public name -> (module, attribute); None for the module itself
+_LAZY: dict[str, tuple[str, str | None]] = {
+    "explain": ("fanfold.kernels.dispatch", "explain"),
+    "ffn": ("fanfold.kernels.dispatch", "ffn"),
+    "find": ("fanfold.models.find", "find"),
+    "load": ("fanfold.checkpoints", "load"),
+    "nn": ("fanfold.nn", None),
+    "numerics": ("fanfold.numerics", None),
+    "swap": ("fanfold.models.swap", "swap"),
+    "unswap": ("fanfold.models.swap", "unswap"),
+}
+
+__all__ = [
+    "Spec",
+    "Weights",
+    "activations",
+    "explain",
+    "ffn",
+    "find",
+    "layout",
+    "load",
+    "nn",
+    "numerics",
+    "reference",
+    "swap",
+    "unswap",
+]
+
+if TYPE_CHECKING:
+    from . import nn, numerics
+    from .checkpoints import load
+    from .kernels.dispatch import explain, ffn
+    from .models.find import find
+    from .models.swap import swap, unswap
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fanfold' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    module, attribute = _LAZY[name]
+    loaded = importlib.import_module(module)
+    value = loaded if attribute is None else getattr(loaded, attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

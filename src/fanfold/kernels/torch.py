@@ -1,0 +1,54 @@
+"""The `torch` backend: the FFN in plain PyTorch ops. Any device, any float dtype, differentiable, compilable."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import activations
+from ..spec import Spec
+from ..weights import Weights
+
+
+def coefficients(spec: Spec, up: Tensor, gate: Tensor | None) -> Tensor:
+    """[..., F] pre-activations -> [..., F] coefficients, in the dtype given."""
+    act, params = activations.get(spec.activation), spec.params
+    if not spec.gated:
+        return act.torch(torch, up, params)
+    assert gate is not None
+    if spec.gate_limit is not None:
+        gate = gate.clamp(max=spec.gate_limit)
+    if spec.up_limit is not None:
+        up = up.clamp(-spec.up_limit, spec.up_limit)
+    if spec.up_offset:
+        up = up + spec.up_offset
+    return act.torch(torch, gate, params) * up
+
+
+def forward(x: Tensor, weights: Weights, training: bool = False) -> Tensor:
+    """y = down(act(gate x) * (up x)) in x's dtype; each matrix product rounds its result to that dtype.
+
+    x  [..., d_model], the dtype and device of the weights (autocast applies as to nn.Linear).
+    training  apply the spec's dropout to the coefficients.
+    """
+    spec = weights.spec
+    up = F.linear(x, weights.up, weights.up_bias)
+    gate = F.linear(x, weights.gate, weights.gate_bias) if spec.gated else None
+    m = coefficients(spec, up, gate)
+    if training and spec.dropout:
+        m = F.dropout(m, spec.dropout, training=True)
+    return F.linear(m, weights.down, weights.down_bias)
+
+
+def why_not(x: Tensor, weights: Weights) -> str | None:
+    """None if this backend can run, else the reason."""
+    if not isinstance(weights.up, Tensor):
+        return f"weights are {type(weights.up).__name__}, not torch tensors"
+    if not isinstance(x, Tensor):
+        return f"x is {type(x).__name__}, not a torch tensor"
+    if x.device != weights.up.device:
+        return f"x is on {x.device}, the weights on {weights.up.device}"
+    if x.dtype != weights.up.dtype and not torch.is_autocast_enabled(x.device.type):
+        return f"x is {x.dtype}, the weights {weights.up.dtype}"
+    return None
