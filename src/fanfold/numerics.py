@@ -106,11 +106,16 @@ def mutants(weights: Weights) -> Iterator[tuple[str, Weights]]:
     forgotten, one channel's row of each matrix wrong. Only those that really differ from `weights` are given.
     """
     spec = weights.spec
+    grid = np.linspace(-4.0, 4.0, 17)
+    here = activations.get(spec.activation).numpy(grid, spec.params)
     for name in _neighbours(spec.activation):
         act = activations.get(name)
+        if np.array_equal(act.numpy(grid, act.params), here):
+            continue  # silu with beta 1.702 is gelu_sigmoid
         fields = {"activation": name, "activation_params": tuple(act.params.items()), "beta": None}
         yield f"activation {name}", weights.replace(spec=dataclasses.replace(spec, **fields))
-    if spec.gated:
+    symmetric = spec.activation == "identity" and spec.gate_limit == spec.up_limit is None and not spec.up_offset
+    if spec.gated and not symmetric:
         swapped = dataclasses.replace(spec, up_bias=spec.gate_bias, gate_bias=spec.up_bias)
         yield (
             "gate and up exchanged",
@@ -172,7 +177,10 @@ def random_weights(spec: Spec, seed: int = 0, make: Callable[[Array], Any] | Non
     rng = np.random.default_rng(seed)
     d, f = spec.d_model, spec.d_ff
     make = make or (lambda a: a)
-    values: dict[str, Any] = {"up": make(rng.normal(size=(f, d)) / d**0.5), "down": make(rng.normal(size=(d, f)) / f**0.5)}
+    values: dict[str, Any] = {
+        "up": make(rng.normal(size=(f, d)) / d**0.5),
+        "down": make(rng.normal(size=(d, f)) / f**0.5),
+    }
     if spec.gated:
         values["gate"] = make(rng.normal(size=(f, d)) / d**0.5)
     for name, size in (("gate_bias", f), ("up_bias", f), ("down_bias", d)):
