@@ -33,20 +33,19 @@ class Layout:
         return self.order + (", [in,out]" if self.transposed else "")
 
     def split(self, fused: Any) -> tuple[Any, Any]:
-        """(gate, up), each a view of `fused`: a matrix [2F, D] ([D, 2F] if transposed) or a bias [2F].
+        """(gate, up), each a view of `fused`: a matrix [2F, D] ([..., 2F] if transposed) or a bias [2F].
 
         Works on anything that slices like an array. Raises ValueError if the layout is separate or 2F is odd.
         """
         if self.order not in FUSED:
             raise ValueError(f"layout {self.order!r} has no fused matrix to split")
-        matrix = len(fused.shape) == 2
-        size = fused.shape[1] if matrix and self.transposed else fused.shape[0]
+        size = fused.shape[-1] if self.transposed else fused.shape[0]
         if size % 2:
             raise ValueError(f"a fused gate and up needs an even number of rows, got shape {tuple(fused.shape)}")
 
         def cut(start: int, stop: int | None, step: int) -> Any:
             part = slice(start, stop, step)
-            return fused[:, part] if matrix and self.transposed else fused[part]
+            return fused[..., part] if self.transposed else fused[part]
 
         if self.order in (GATE_UP, UP_GATE):
             first, second = cut(0, size // 2, 1), cut(size // 2, size, 1)

@@ -43,6 +43,15 @@ class Weights:
         self.up_bias, self.gate_bias, self.down_bias = up_bias, gate_bias, down_bias
         self._check()
 
+    @classmethod
+    def unchecked(cls, spec: Spec, **arrays: Any) -> Weights:
+        """Weights whose arrays the caller has already held against `spec`: no check, for calls that must be quick."""
+        new = cls.__new__(cls)
+        new.spec = spec
+        for name in _FIELDS:
+            setattr(new, name, arrays.get(name))
+        return new
+
     def _check(self) -> None:
         spec = self.spec
         d, f = spec.d_model, spec.d_ff

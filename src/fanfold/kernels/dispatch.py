@@ -1,0 +1,132 @@
+"""Which backend computes an FFN: a named one runs or raises, `auto` picks and says what it picked.
+
+Backends: `cpu` (our C++ kernels) and `torch` (plain PyTorch ops). FANFOLD_BACKEND replaces `auto` everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..weights import Weights
+from . import cpu
+from . import torch as torch_ops
+
+BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "torch": torch_ops}
+
+# Prefill above this many tokens is arithmetic, where PyTorch's own matrix products may be ahead (see `_slower`).
+_last: str | None = None
+
+
+class BackendError(ValueError):
+    """A backend was named that cannot run this call; the message says why."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One backend's answer in `explain`: whether it would run this call under the chosen setting, and why (not)."""
+
+    backend: str
+    runs: bool
+    reason: str
+
+
+def backends() -> dict[str, str | None]:
+    """{name: None if usable on this machine, else the reason}."""
+    return {"cpu": cpu.available(), "torch": None}
+
+
+def resolve(backend: str) -> str:
+    """`backend` checked against the known names, `auto` replaced by FANFOLD_BACKEND if that is set."""
+    origin = "backend"
+    if backend == "auto":
+        backend = os.environ.get("FANFOLD_BACKEND") or "auto"
+        origin = "FANFOLD_BACKEND"
+    if backend != "auto" and backend not in BACKENDS:
+        raise BackendError(f"{origin}={backend!r} is not known; known: auto, {', '.join(BACKENDS)}")
+    return backend
+
+
+def needs_grad(x: Tensor, weights: Weights) -> bool:
+    """Whether autograd would record this call."""
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or any(value.requires_grad for _, value in weights.items())
+
+
+def _auto_objection(x: Tensor, weights: Weights) -> str | None:
+    """Why `auto` would not take the cpu backend although it could run."""
+    if needs_grad(x, weights):
+        return "gradients are needed: PyTorch's own ops keep what backward needs, the cpu kernel would recompute it"
+    return cpu.slower_than_torch(x, weights)
+
+
+def choose(x: Tensor, weights: Weights, backend: str = "auto") -> tuple[str, str]:
+    """(name of the backend that runs this call, reason). Raises BackendError if the named one cannot."""
+    backend = resolve(backend)
+    if backend != "auto":
+        reason = BACKENDS[backend].why_not(x, weights)
+        if reason is not None:
+            raise BackendError(f"backend {backend!r} cannot run this call: {reason}")
+        return backend, "named"
+    reason = cpu.why_not(x, weights) or _auto_objection(x, weights)
+    if reason is None:
+        return "cpu", "first choice on a CPU"
+    fallback = torch_ops.why_not(x, weights)
+    if fallback is not None:
+        raise BackendError(f"no backend can run this call: cpu: {reason}; torch: {fallback}")
+    return "torch", f"cpu: {reason}"
+
+
+def ffn(x: Tensor, weights: Weights, backend: str = "auto") -> Tensor:
+    """Apply the feed-forward network to each token.
+
+    y = down @ (act(gate @ x) * (up @ x))
+    x  [..., d_model] float32 or bfloat16 (any float dtype with the torch backend)  ->  [..., d_model], x's dtype.
+    backend  "auto", or a name that then runs or raises. `last_backend()` says which one ran.
+    Sums accumulate in float32; error <= 2 x torch eager in x's dtype. Differentiable.
+    Raises BackendError, with the reason. Reference: Shazeer 2020, arXiv:2002.05202.
+    """
+    if torch.compiler.is_compiling() or (needs_grad(x, weights) and resolve(backend) == "cpu"):
+        from . import op
+
+        return op.apply(x, weights, resolve(backend))
+    return run(x, weights, backend)
+
+
+def run(x: Tensor, weights: Weights, backend: str) -> Tensor:
+    """`ffn` without autograd for the cpu backend: choose, record, compute."""
+    global _last
+    name, _ = choose(x, weights, backend)
+    _last = name
+    return BACKENDS[name].forward(x, weights)
+
+
+def last_backend() -> str | None:
+    """The backend that the newest call in this process ran on (None before the first)."""
+    return _last
+
+
+def explain(x: Any, weights: Weights, backend: str = "auto") -> list[Candidate]:
+    """Every backend with whether it would run `ffn(x, weights, backend)`, and why or why not. Computes nothing."""
+    try:
+        chosen, why = choose(x, weights, backend)
+    except BackendError as error:
+        chosen, why = None, str(error)
+    out = []
+    for name, module in BACKENDS.items():
+        reason = module.why_not(x, weights)
+        if name == chosen:
+            out.append(Candidate(name, True, why))
+        elif reason is not None:
+            out.append(Candidate(name, False, reason))
+        elif name == "cpu" and resolve(backend) == "auto":
+            out.append(Candidate(name, False, _auto_objection(x, weights) or why))
+        else:
+            out.append(Candidate(name, False, f"could run; {chosen} comes first"))
+    return out

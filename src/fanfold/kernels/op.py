@@ -1,0 +1,102 @@
+"""The FFN as one PyTorch operator: what torch.compile and autograd see of the compiled kernels."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import torch
+from torch import Tensor
+
+from ..spec import Spec
+from ..weights import Weights
+from . import dispatch
+from . import torch as torch_ops
+
+_NAMES = ("up", "down", "gate", "up_bias", "gate_bias", "down_bias")
+
+
+@functools.lru_cache(maxsize=256)
+def _spec(text: str) -> Spec:
+    return Spec.from_dict(json.loads(text))
+
+
+@functools.lru_cache(maxsize=256)
+def _text(spec: Spec) -> str:
+    return json.dumps(spec.to_dict())
+
+
+def _weights(spec: str, tensors: list[Tensor | None]) -> Weights:
+    return Weights.unchecked(_spec(spec), **dict(zip(_NAMES, tensors)))
+
+
+@torch.library.custom_op("fanfold::ffn", mutates_args=())
+def _ffn(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate: Tensor | None,
+    up_bias: Tensor | None,
+    gate_bias: Tensor | None,
+    down_bias: Tensor | None,
+    spec: str,
+    backend: str,
+) -> Tensor:
+    weights = _weights(spec, [up, down, gate, up_bias, gate_bias, down_bias])
+    with torch.no_grad():
+        y = dispatch.run(x, weights, backend)
+    return y.contiguous()
+
+
+@_ffn.register_fake
+def _(x, up, down, gate, up_bias, gate_bias, down_bias, spec, backend):  # noqa: ANN001
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("fanfold::ffn_backward", mutates_args=())
+def _ffn_backward(
+    grad_y: Tensor,
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate: Tensor | None,
+    up_bias: Tensor | None,
+    gate_bias: Tensor | None,
+    down_bias: Tensor | None,
+    spec: str,
+    needed: list[bool],
+) -> list[Tensor]:
+    """Gradients of the inputs marked in `needed`, in their order, by recomputing the forward in PyTorch's ops."""
+    given = [x, up, down, gate, up_bias, gate_bias, down_bias]
+    leaves = [t if t is None else t.detach().requires_grad_(n) for t, n in zip(given, needed)]
+    with torch.enable_grad():
+        y = torch_ops.forward(leaves[0], _weights(spec, leaves[1:]))  # type: ignore[arg-type]
+    wanted = [t for t, n in zip(leaves, needed) if n and t is not None]
+    return [g.contiguous() for g in torch.autograd.grad(y, wanted, grad_y)]
+
+
+@_ffn_backward.register_fake
+def _(grad_y, x, up, down, gate, up_bias, gate_bias, down_bias, spec, needed):  # noqa: ANN001
+    given = [x, up, down, gate, up_bias, gate_bias, down_bias]
+    return [t.new_empty(t.shape) for t, n in zip(given, needed) if n and t is not None]
+
+
+def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
+    *tensors, spec, _ = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.spec = spec
+
+
+def _backward(ctx, grad_y):  # noqa: ANN001
+    needed = list(ctx.needs_input_grad[:7])
+    grads = iter(torch.ops.fanfold.ffn_backward(grad_y, *ctx.saved_tensors, ctx.spec, needed))
+    return (*(next(grads) if n else None for n in needed), None, None)
+
+
+_ffn.register_autograd(_backward, setup_context=_setup_context)
+
+
+def apply(x: Tensor, weights: Weights, backend: str) -> Tensor:
+    """`dispatch.ffn` as the operator torch.ops.fanfold.ffn: opaque to torch.compile, differentiable."""
+    tensors = [getattr(weights, name) for name in _NAMES]
+    return torch.ops.fanfold.ffn(x, *tensors, _text(weights.spec), backend)
