@@ -79,8 +79,9 @@ def ffn_battery() -> Callable[..., dict[str, Comparison]]:
     """`battery(forward, spec, dtype="float32", tokens=7, seed=0)`: hold a backend to the tolerance rule.
 
     forward(x, weights) -> y  takes x [tokens, d_model] and Weights of torch tensors in `dtype`.
-    Checked on two or three probes: the result is within `numerics.compare`'s rule of the float64 reference, next to PyTorch
-    eager in the same dtype; and every mutant (`numerics.mutants`, run through `forward`; `numerics.output_mutants`)
-    is rejected on one of them. Returns the Comparison of each probe. Fails with the name of the mutant that was not rejected.
+    Checked on two or three probes: the result is within `numerics.compare`'s rule of the float64 reference, next to
+    PyTorch eager in the same dtype; and every mutant (`numerics.mutants`, run through `forward`;
+    `numerics.output_mutants`) is rejected on one of them. Returns the Comparison of each probe.
+    Fails with the name of the mutant that was not rejected.
     """
     return _battery
