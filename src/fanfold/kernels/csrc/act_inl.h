@@ -1,0 +1,190 @@
+// Activations as float32 vector polynomials. Coefficients: weighted minimax fits made for this file (Lawson's
+// iteration in float64), rounded to float32. Largest errors are stated and asserted by tests/test_cpu_kernel.py.
+//
+// Arguments of exp that are products (beta x, x^2 / 2, gelu_tanh's cubic) are formed in float64 and split into a
+// float32 pair: an error of half a unit in t costs t half units in exp(t), 40 of them at t = -80.
+
+struct Pair {
+  vd low, high;  // the vector's first and second half, in float64
+};
+
+template <int... I>
+INL vf_half half_low(vf v, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(v, v, I...);
+}
+template <int... I>
+INL vf_half half_high(vf v, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(v, v, (I + W / 2)...);
+}
+template <int... I>
+INL vf join(vf_half a, vf_half b, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, I...);
+}
+INL Pair to_double(vf v) {
+  constexpr auto half = std::make_integer_sequence<int, W / 2>{};
+  return {__builtin_convertvector(half_low(v, half), vd), __builtin_convertvector(half_high(v, half), vd)};
+}
+INL vf to_float(const Pair& p) {
+  return join(__builtin_convertvector(p.low, vf_half), __builtin_convertvector(p.high, vf_half),
+              std::make_integer_sequence<int, W>{});
+}
+
+// Comparisons with NaN are false: written this way round, the clamps keep it, as torch's do.
+INL vf at_least(vf x, float low) { return x < low ? splat(low) : x; }
+INL vf at_most(vf x, float high) { return x > high ? splat(high) : x; }
+INL vf vabs(vf x) { return (vf)((vi)x & 0x7fffffff); }
+INL vf with_sign_of(vf magnitude, vf sign) { return (vf)((vi)magnitude | ((vi)sign & splat_i(INT32_MIN))); }
+
+INL vf power_of_two(vi n) { return (vf)((vu)(n + 127) << 23); }
+
+struct Reduced {
+  vi n;  // x = n ln 2 + r
+  vf e;  // exp(r) - 1, |r| <= ln 2 / 2
+};
+INL Reduced reduce(vf x) {
+  const float magic = 0x1.8p23f;  // adding it rounds to an integer, which then sits in the low bits
+  const vf shifted = x * 0x1.715476p0f + magic;
+  const vf n = shifted - magic;
+  const vf r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;
+  vf q = splat(0.00019913854f);
+  q = q * r + 0.001394122f;
+  q = q * r + 0.008333273f;
+  q = q * r + 0.04166635f;
+  q = q * r + 0.16666667f;
+  q = q * r + 0.5f;
+  return {(vi)shifted - 0x4b400000, r + r * r * q};
+}
+
+INL vf exp_(vf x) {  // the whole range, gradual underflow included
+  const Reduced d = reduce(at_most(at_least(x, -105.0f), 89.0f));
+  const vi first = d.n >> 1;
+  return (1.0f + d.e) * power_of_two(first) * power_of_two(d.n - first);
+}
+
+INL vf expm1_neg(vf x) {  // x <= 0
+  const Reduced d = reduce(at_least(x, -40.0f));
+  const vf scale = power_of_two(d.n);
+  return scale * d.e + (scale - 1.0f);
+}
+
+INL vf exp_neg(Pair t) {  // exp(-t), t >= 0
+  const vf high = at_most(to_float(t), 200.0f);
+  const Pair h = to_double(high);
+  vf low = to_float({t.low - h.low, t.high - h.high});
+  low = high < 150.0f ? low : vf{};
+  const vf e = exp_(-high);
+  return e - e * low;
+}
+
+INL vf sigmoid_of(vf e, vf x) {  // e = exp(-|x|): the form for x < 0 does not cancel
+  const vf r = 1.0f / (1.0f + e);
+  return x < 0.0f ? e * r : r;
+}
+INL vf sigmoid(vf x) { return sigmoid_of(exp_(-vabs(x)), x); }
+INL vf sigmoid(Pair t) {
+  const vf x = to_float(t);
+  const vd zero = {};
+  return sigmoid_of(exp_neg({t.low < 0.0 ? zero - t.low : t.low, t.high < 0.0 ? zero - t.high : t.high}), x);
+}
+
+INL vf swish(vf x, double beta) {
+  if (beta == 1.0) return x * sigmoid(x);
+  const Pair p = to_double(x);
+  return x * sigmoid(Pair{p.low * beta, p.high * beta});
+}
+
+INL vd gelu_tanh_argument(vd x) { return x * (1.5957691216057308 + 0.07135481282805627 * (x * x)); }
+INL vf gelu_tanh(vf x) {  // (1 + tanh u) / 2 = sigmoid(2 u)
+  const Pair p = to_double(x);
+  return x * sigmoid(Pair{gelu_tanh_argument(p.low), gelu_tanh_argument(p.high)});
+}
+
+INL vf gelu_erf(vf x) {
+  // x Phi(x); Phi(-a) = exp(-a^2 / 2) * P(a), P(a) = erfcx(a / sqrt 2) / 2 as a polynomial in (a - 3.5) / (a + 3.5).
+  const vf a = at_most(vabs(x), 16.0f);
+  const vf t = (a - 3.5f) / (a + 3.5f);
+  vf p = splat(-1.900583084e-05f);
+  p = p * t + -4.897477993e-05f;
+  p = p * t + 1.332769170e-04f;
+  p = p * t + 3.874143586e-04f;
+  p = p * t + -1.381753595e-03f;
+  p = p * t + -1.560593606e-03f;
+  p = p * t + 1.906570978e-02f;
+  p = p * t + -6.163952500e-02f;
+  p = p * t + 1.258552521e-01f;
+  p = p * t + -1.871396899e-01f;
+  p = p * t + 1.063451543e-01f;
+  const Pair d = to_double(a);
+  const vf tail = p * exp_neg({0.5 * d.low * d.low, 0.5 * d.high * d.high});
+  return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+
+INL vf log1p_unit(vf e) {  // 0 <= e <= 1: 2 atanh(e / (2 + e))
+  const vf s = e / (2.0f + e), z = s * s;
+  vf p = splat(2.430093735e-01f);
+  p = p * z + 2.142765671e-01f;
+  p = p * z + 2.861688435e-01f;
+  p = p * z + 3.999887705e-01f;
+  p = p * z + 6.666667461e-01f;
+  return 2.0f * s + s * z * p;
+}
+
+INL vf tanh_(vf x) {
+  const vf e = expm1_neg(-2.0f * vabs(x));
+  return with_sign_of(-e / (2.0f + e), x);
+}
+
+INL vf mish(vf x) {  // tanh(log(1 + n)) = n (n + 2) / (n (n + 2) + 2), n = exp(x), divided by n^2 for x > 0
+  const vf e = exp_(-vabs(x));
+  const vf small = e * (e + 2.0f), large = 1.0f + 2.0f * e;
+  const vf top = x < 0.0f ? small : large;
+  return x * (top / (top + (x < 0.0f ? splat(2.0f) : 2.0f * e * e)));
+}
+
+INL vf softplus(vf x) { return at_least(x, 0.0f) + log1p_unit(exp_(-vabs(x))); }
+
+INL vf xielu(vf x, float alpha_p, float alpha_n, float beta, float eps) {
+  const vf neg = (expm1_neg(at_most(x, eps)) - x) * alpha_n;
+  return (x > 0.0f ? alpha_p * x * x : neg) + beta * x;
+}
+
+template <class F>
+INL void each(float* v, ptrdiff_t n, F f) {
+  for (ptrdiff_t i = 0; i < n; i += W) store(v + i, f(load(v + i)));
+}
+
+// In place; n is a multiple of W.
+static void activate(int act, const double* params, float* v, ptrdiff_t n) {
+  const float p0 = (float)params[0], p1 = (float)params[1], p2 = (float)params[2], p3 = (float)params[3];
+  const double beta = params[0];
+  switch (act) {
+    case kRelu:
+      return each(v, n, [](vf x) { return at_least(x, 0.0f); });
+    case kRelu2:
+      return each(v, n, [](vf x) { return at_least(x, 0.0f) * at_least(x, 0.0f); });
+    case kGeluErf:
+      return each(v, n, [](vf x) { return gelu_erf(x); });
+    case kGeluTanh:
+      return each(v, n, [](vf x) { return gelu_tanh(x); });
+    case kGeluSigmoid:
+      return each(v, n, [](vf x) { return swish(x, 1.702); });
+    case kSilu:
+      return each(v, n, [=](vf x) { return swish(x, beta); });
+    case kSigmoid:
+      return each(v, n, [](vf x) { return sigmoid(x); });
+    case kTanh:
+      return each(v, n, [](vf x) { return tanh_(x); });
+    case kSoftplus:
+      return each(v, n, [](vf x) { return softplus(x); });
+    case kElu:
+      return each(v, n, [=](vf x) { return x > 0.0f ? x : p0 * expm1_neg(at_most(x, 0.0f)); });
+    case kMish:
+      return each(v, n, [](vf x) { return mish(x); });
+    case kLeakyRelu:
+      return each(v, n, [=](vf x) { return x > 0.0f ? x : p0 * x; });
+    case kXielu:
+      return each(v, n, [=](vf x) { return xielu(x, p0, p1, p2, p3); });
+    default:  // identity
+      return;
+  }
+}

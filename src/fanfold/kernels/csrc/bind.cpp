@@ -1,0 +1,124 @@
+// The one file that knows Python. Pointers come as integers; 0 means absent. The GIL is released while computing.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "core.h"
+
+namespace nb = nanobind;
+using fanfold::Call;
+using fanfold::DType;
+using Params = std::tuple<double, double, double, double>;
+
+namespace {
+
+template <class T = const void>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+const fanfold::Kernels& checked(int isa) {
+  const fanfold::Kernels* found = isa >= 0 && isa < fanfold::kIsaCount ? fanfold::kernels(isa) : nullptr;
+  if (found == nullptr) throw nb::value_error("this CPU or build has no such instruction set: see isas()");
+  return *found;
+}
+
+DType dtype(int code) {
+  if (code != fanfold::kFloat32 && code != fanfold::kBFloat16) {
+    throw nb::value_error("dtype code: expected 0 (float32) or 1 (bfloat16)");
+  }
+  return static_cast<DType>(code);
+}
+
+int act_id(int act) {
+  if (act < 0 || act >= fanfold::kActCount) throw nb::value_error("activation id out of range: see activation_names()");
+  return act;
+}
+
+void set_params(double (&to)[4], const Params& p) { std::tie(to[0], to[1], to[2], to[3]) = p; }
+
+std::vector<std::string> isas() {
+  std::vector<std::string> names;
+  for (int i = 0; i < fanfold::kIsaCount; ++i) {
+    if (const fanfold::Kernels* k = fanfold::kernels(i)) names.emplace_back(k->name);
+  }
+  return names;
+}
+
+std::vector<std::string> activation_names() {
+  return {fanfold::activation_names(), fanfold::activation_names() + fanfold::kActCount};
+}
+
+void ffn(int isa, int threads, uintptr_t x, int x_dtype, ptrdiff_t x_stride, uintptr_t y, int y_dtype,
+         ptrdiff_t y_stride, ptrdiff_t tokens, ptrdiff_t d_model, ptrdiff_t d_ff, uintptr_t gate, ptrdiff_t gate_stride,
+         uintptr_t gate_bias, uintptr_t up, ptrdiff_t up_stride, uintptr_t up_bias, uintptr_t down,
+         ptrdiff_t down_stride, uintptr_t down_bias, int w_dtype, bool up_transposed, bool down_transposed, int act,
+         const Params& params, float gate_limit, float up_limit, float up_offset) {
+  const fanfold::Kernels& kernels = checked(isa);
+  Call c;
+  c.threads = threads < 1 ? 1 : threads;
+  c.x = pointer(x);
+  c.x_dtype = dtype(x_dtype);
+  c.x_stride = x_stride;
+  c.y = pointer<void>(y);
+  c.y_dtype = dtype(y_dtype);
+  c.y_stride = y_stride;
+  c.tokens = tokens;
+  c.d_model = c.d_out = d_model;
+  c.d_ff = d_ff;
+  c.gate = {pointer(gate), gate_stride, up_transposed, pointer(gate_bias)};
+  c.up = {pointer(up), up_stride, up_transposed, pointer(up_bias)};
+  c.down = {pointer(down), down_stride, down_transposed, pointer(down_bias)};
+  c.w_dtype = dtype(w_dtype);
+  c.act = act_id(act);
+  set_params(c.params, params);
+  c.gate_limit = gate_limit;
+  c.up_limit = up_limit;
+  c.up_offset = up_offset;
+  const nb::gil_scoped_release release;
+  fanfold::run(kernels, c);
+}
+
+void linear(int isa, int threads, uintptr_t x, int x_dtype, ptrdiff_t x_stride, uintptr_t y, int y_dtype,
+            ptrdiff_t y_stride, ptrdiff_t tokens, ptrdiff_t n_in, ptrdiff_t n_out, uintptr_t w, ptrdiff_t w_stride,
+            int w_dtype, bool transposed, uintptr_t bias) {
+  const fanfold::Kernels& kernels = checked(isa);
+  Call c;
+  c.threads = threads < 1 ? 1 : threads;
+  c.x = pointer(x);
+  c.x_dtype = dtype(x_dtype);
+  c.x_stride = x_stride;
+  c.y = pointer<void>(y);
+  c.y_dtype = dtype(y_dtype);
+  c.y_stride = y_stride;
+  c.tokens = tokens;
+  c.d_ff = n_in;
+  c.d_out = n_out;
+  c.down = {pointer(w), w_stride, transposed, pointer(bias)};
+  c.w_dtype = dtype(w_dtype);
+  const nb::gil_scoped_release release;
+  fanfold::run(kernels, c);
+}
+
+void activation(int isa, uintptr_t src, uintptr_t dst, ptrdiff_t n, int act, const Params& params) {
+  double values[4];
+  set_params(values, params);
+  checked(isa).activation(act_id(act), values, pointer<const float>(src), pointer<float>(dst), n);
+}
+
+}  // namespace
+
+NB_MODULE(_cpu, m) {
+  m.def("isas", &isas, "Instruction sets of this build that this CPU has, best last.");
+  m.def("activation_names", &activation_names, "Names of the activations, by id.");
+  m.def("ffn", &ffn);
+  m.def("linear", &linear);
+  m.def("activation", &activation);
+}

@@ -1,0 +1,151 @@
+// The whole FFN in one parallel region, for one instruction set. A tiny .cpp file for each defines
+//   FANFOLD_NS (namespace), FANFOLD_NAME, FANFOLD_TABLE (the exported Kernels), FANFOLD_W (floats in a vector),
+//   FANFOLD_MR (rows of a tile)
+// and includes this file, compiled with its own flags. Standard headers used here must bring no inline code.
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "core.h"
+#include "parallel.h"
+
+namespace fanfold {
+namespace FANFOLD_NS {
+namespace {
+
+#include "vec_inl.h"
+//
+#include "act_inl.h"
+
+// Clamps, activation and gate * up in place, in float32; n is a multiple of W. Returns where the coefficients are.
+float* combine(const Call& c, float* gate, float* up, ptrdiff_t n) {
+  if (c.gate.data == nullptr) {
+    activate(c.act, c.params, up, n);
+    return up;
+  }
+  const float gate_limit = c.gate_limit, up_limit = c.up_limit, offset = c.up_offset;
+  if (gate_limit < __builtin_inff()) each(gate, n, [=](vf v) { return at_most(v, gate_limit); });
+  activate(c.act, c.params, gate, n);
+  for (ptrdiff_t i = 0; i < n; i += W) {
+    store(gate + i, load(gate + i) * (at_least(at_most(load(up + i), up_limit), -up_limit) + offset));
+  }
+  return gate;
+}
+
+#include "few_inl.h"
+//
+#include "panel_inl.h"
+
+// Tasks are handed out one by one, so that a thread on a busy core takes fewer.
+struct Job {
+  const Call* call;
+  float* workspace;
+  ptrdiff_t next[3];  // of packing, up, down
+};
+
+INL ptrdiff_t take(ptrdiff_t& next) { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); }
+
+// Everyone has finished stage `s`, and nobody touches its counter again before the next barrier.
+INL void finish(Job& job, int s, int thread, int threads) {
+  if (threads > 1) team_barrier();
+  if (thread == 0) __atomic_store_n(&job.next[s], 0, __ATOMIC_RELAXED);
+}
+
+template <class WT>
+void few(int thread, int threads, void* arg) {
+  Job& job = *(Job*)arg;
+  const Call& c = *job.call;
+  const FewPlan p = few_plan(c);
+  float* const x = job.workspace;
+  float* const m = x + c.tokens * p.ldx;
+  float* const own = job.workspace + p.shared + p.each * (size_t)thread;
+  if (c.up.data != nullptr) {
+    for (ptrdiff_t i; (i = take(job.next[1])) * p.up_chunk < c.d_ff;) few_up<WT>(c, p, x, m, own, i * p.up_chunk);
+    finish(job, 1, thread, threads);
+  }
+  for (ptrdiff_t i; (i = take(job.next[2])) * p.down_chunk < c.d_out;) few_down<WT>(c, p, m, own, i * p.down_chunk);
+}
+
+void few_prepare(const Call& c, float* workspace) {
+  const FewPlan p = few_plan(c);
+  float* const m = workspace + c.tokens * p.ldx;
+  if (c.up.data == nullptr) return few_rows(c, c.d_ff, c.down, m, p.ldm);
+  few_rows(c, c.d_model, c.up, workspace, p.ldx);
+  const bool pairs = c.w_dtype == kBFloat16 && !c.down.transposed;
+  for (ptrdiff_t t = 0; t < c.tokens; ++t) {
+    for (ptrdiff_t k = c.d_ff; k < p.ldm; ++k) m[t * p.ldm + (pairs ? pair_position<uint16_t>(k) : k)] = 0.0f;
+  }
+}
+
+template <class WT>
+void panel(int thread, int threads, void* arg) {
+  Job& job = *(Job*)arg;
+  const Call& c = *job.call;
+  const PanelPlan p = panel_plan(c);
+  const bool whole = c.up.data != nullptr;
+  float* const x = job.workspace;
+  float* const m = x + p.x_floats;
+  float* const own = job.workspace + p.shared + p.each * (size_t)thread;
+  for (ptrdiff_t first = 0; first < c.tokens; first += p.block) {
+    const ptrdiff_t tokens = imin(p.block, c.tokens - first), K = whole ? c.d_model : c.d_ff;
+    for (ptrdiff_t i; (i = take(job.next[0])) < pack_tasks(tokens, K);) {
+      pack_inputs(c, first, tokens, K, whole ? x : m, i);
+    }
+    finish(job, 0, thread, threads);
+    const ptrdiff_t up_step = p.up_tiles * MR, down_step = p.down_tiles * MR;
+    if (whole) {
+      for (ptrdiff_t i; (i = take(job.next[1])) * up_step < c.d_ff;) {
+        panel_up<WT>(c, p, x, m, own, tokens, i * up_step);
+      }
+      finish(job, 1, thread, threads);
+    }
+    for (ptrdiff_t i; (i = take(job.next[2])) * down_step < c.d_out;) {
+      panel_down<WT>(c, p, m, own, first, tokens, i * down_step);
+    }
+    finish(job, 2, thread, threads);
+  }
+}
+
+bool is_few(const Call& c) {
+  // The two forms want gate and up alike; a mixture has no caller.
+  return c.tokens <= kFewTokens;
+}
+
+size_t workspace(const Call& c) {
+  if (is_few(c)) {
+    const FewPlan p = few_plan(c);
+    return p.shared + p.each * (size_t)c.threads;
+  }
+  const PanelPlan p = panel_plan(c);
+  return p.shared + p.each * (size_t)c.threads;
+}
+
+void run(const Call& c, float* workspace) {
+  Job job = {&c, workspace, {0, 0, 0}};
+  const bool narrow = c.w_dtype == kBFloat16;
+  if (is_few(c)) {
+    few_prepare(c, workspace);
+    parallel(c.threads, narrow ? few<uint16_t> : few<float>, &job);
+  } else {
+    parallel(c.threads, narrow ? panel<uint16_t> : panel<float>, &job);
+  }
+}
+
+void activation(int act, const double* params, const float* src, float* dst, ptrdiff_t n) {
+  for (ptrdiff_t i = 0; i < n; i += W) {
+    float part[W] = {};
+    const ptrdiff_t count = imin(W, n - i);
+    for (ptrdiff_t j = 0; j < count; ++j) part[j] = src[i + j];
+    activate(act, params, part, W);
+    for (ptrdiff_t j = 0; j < count; ++j) dst[i + j] = part[j];
+  }
+}
+
+}  // namespace
+}  // namespace FANFOLD_NS
+
+extern const Kernels FANFOLD_TABLE;
+const Kernels FANFOLD_TABLE = {FANFOLD_NAME, FANFOLD_NS::workspace, FANFOLD_NS::run, FANFOLD_NS::activation};
+
+}  // namespace fanfold

@@ -1,0 +1,214 @@
+// The form for many tokens (prefill). Inputs lie transposed, in panels of NR tokens: panel[k][NR], so that a vector
+// holds one input of W tokens and the weights are the broadcast factor. They need no transposing of their own, only a
+// row copy (which widens bfloat16) into a tile of MR rows x kc inputs that stays in L1 for every panel of the block;
+// and the coefficients come out in the layout that the second half wants.
+
+constexpr int MR = FANFOLD_MR, NV = 2, NR = NV * W;
+constexpr ptrdiff_t kInputs = 512;                     // most inputs of one tile
+constexpr ptrdiff_t kRowPitch = kInputs + 16;          // a power of two would put all MR rows into one cache set
+constexpr ptrdiff_t kColPitch = (MR + W - 1) / W * W;  // of a transposed matrix' tile: [kc][kColPitch]
+constexpr ptrdiff_t kTileFloats = MR * kRowPitch > kInputs* kColPitch ? MR * kRowPitch : kInputs * kColPitch;
+constexpr ptrdiff_t kBlockTokens = 256;  // tokens whose inputs (kInputs of them) fit L2
+constexpr ptrdiff_t kMaxTiles = 8;       // of one task
+
+// c[MR][NR] (+)= tile * panel; V of the panel's NV vectors.
+template <int V, bool Transposed>
+static void micro(const float* a, const float* b, ptrdiff_t kc, float* c, bool first) {
+  vf acc[MR][V] = {};
+  for (ptrdiff_t k = 0; k < kc; ++k) {
+    vf in[V];
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) in[v] = load(b + k * NR + v * W);
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; ++r) {
+      const float w = Transposed ? a[k * kColPitch + r] : a[r * kRowPitch + k];
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) acc[r][v] += in[v] * w;
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) {
+      float* const to = c + r * NR + v * W;
+      store(to, first ? acc[r][v] : load(to) + acc[r][v]);
+    }
+  }
+}
+
+template <class WT>
+static void pack_tile(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, ptrdiff_t N, ptrdiff_t k0, ptrdiff_t kc, float* a) {
+  if (!m.transposed) {
+    const ptrdiff_t whole = kc - kc % W;
+    for (ptrdiff_t r = 0; r < MR; ++r) {
+      float* const to = a + r * kRowPitch;
+      if (r >= n) {
+        for (ptrdiff_t k = 0; k < kc; ++k) to[k] = 0.0f;
+        continue;
+      }
+      const WT* const from = (const WT*)m.data + (n0 + r) * m.stride + k0;
+      for (ptrdiff_t k = 0; k < whole; k += W) store(to + k, load(from + k));
+      for (ptrdiff_t k = whole; k < kc; ++k) to[k] = widen(from[k]);
+    }
+    return;
+  }
+  const WT* from = (const WT*)m.data + k0 * m.stride + n0;
+  const bool inside = n0 + kColPitch <= N;  // whole vectors may be read; the surplus is not used
+  for (ptrdiff_t k = 0; k < kc; ++k, from += m.stride, a += kColPitch) {
+    if (inside) {
+      for (ptrdiff_t r = 0; r < kColPitch; r += W) store(a + r, load(from + r));
+    } else {
+      for (ptrdiff_t r = 0; r < kColPitch; ++r) a[r] = r < n ? widen(from[r]) : 0.0f;
+    }
+  }
+}
+
+struct PanelPlan {
+  ptrdiff_t block;                 // tokens of a block
+  ptrdiff_t panels;                // of a block
+  ptrdiff_t up_tiles, down_tiles;  // of one task
+  size_t x_floats, m_floats, shared, each;
+};
+
+// As many tiles as leave a dozen tasks a thread, for balance. Results do not depend on it.
+INL ptrdiff_t tiles_per_task(ptrdiff_t outputs, int threads) {
+  return imin(imax(div_up(outputs, MR) / (12 * (ptrdiff_t)threads), 1), kMaxTiles);
+}
+
+static PanelPlan panel_plan(const Call& c) {
+  PanelPlan p;
+  const ptrdiff_t blocks = div_up(c.tokens, kBlockTokens);
+  p.block = round_up(div_up(c.tokens, blocks), NR);  // even blocks: no small one at the end
+  p.panels = p.block / NR;
+  p.up_tiles = tiles_per_task(c.d_ff, c.threads);
+  p.down_tiles = tiles_per_task(c.d_out, c.threads);
+  p.x_floats = c.up.data != nullptr ? (size_t)(p.block * c.d_model) : 0;
+  p.m_floats = (size_t)(p.block * c.d_ff);
+  p.shared = p.x_floats + p.m_floats;
+  p.each = (size_t)(kTileFloats + 2 * imax(p.up_tiles, p.down_tiles) * MR * p.block);
+  return p;
+}
+
+// W tokens from t0 on (nt of them exist) x inputs [k0, k1) into one vector column of a panel.
+template <class XT>
+static void pack_tokens(const XT* x, ptrdiff_t stride, ptrdiff_t nt, ptrdiff_t k0, ptrdiff_t k1, float* panel) {
+  for (ptrdiff_t k = k0; k < k1; k += W) {
+    const ptrdiff_t n = imin(W, k1 - k);
+    vf rows[W];
+    for (ptrdiff_t t = 0; t < W; ++t) {
+      const XT* const from = x + t * stride + k;
+      rows[t] = t >= nt ? vf{} : n == W ? load(from) : load_part(from, n);
+    }
+    transpose(rows);
+    for (ptrdiff_t i = 0; i < n; ++i) store(panel + (k + i) * NR, rows[i]);
+  }
+}
+
+// Number `task` of pack_tasks(): a vector of tokens times a run of inputs.
+constexpr ptrdiff_t kPackRun = 256;
+INL ptrdiff_t pack_tasks(ptrdiff_t tokens, ptrdiff_t K) { return div_up(tokens, W) * div_up(K, kPackRun); }
+static void pack_inputs(const Call& c, ptrdiff_t first, ptrdiff_t tokens, ptrdiff_t K, float* panels, ptrdiff_t task) {
+  const ptrdiff_t runs = div_up(K, kPackRun);
+  const ptrdiff_t t0 = task / runs * W, k0 = task % runs * kPackRun, k1 = imin(K, k0 + kPackRun);
+  float* const panel = panels + t0 / NR * NR * K + t0 % NR;
+  const ptrdiff_t nt = imin(W, tokens - t0), at = (first + t0) * c.x_stride;
+  if (c.x_dtype == kFloat32) return pack_tokens((const float*)c.x + at, c.x_stride, nt, k0, k1, panel);
+  pack_tokens((const uint16_t*)c.x + at, c.x_stride, nt, k0, k1, panel);
+}
+
+// A task's products: c holds [tiles][panels][MR][NR] for each matrix. The order of the sum over the inputs is fixed by
+// K alone.
+template <class WT>
+static void panel_product(const Matrix* const (&matrices)[2], float* const (&out)[2], ptrdiff_t n0, ptrdiff_t n,
+                          ptrdiff_t N, const float* in, ptrdiff_t K, ptrdiff_t tokens, ptrdiff_t panels, float* tile) {
+  const ptrdiff_t blocks = div_up(K, kInputs), step = round_up(div_up(K, blocks), W);
+  for (ptrdiff_t k0 = 0; k0 < K; k0 += step) {
+    const ptrdiff_t kc = imin(step, K - k0);
+    for (ptrdiff_t i = 0; i < n; i += MR) {
+      for (int which = 0; which < 2; ++which) {
+        const Matrix* const m = matrices[which];
+        if (m == nullptr) continue;
+        pack_tile<WT>(*m, n0 + i, imin(MR, n - i), N, k0, kc, tile);
+        for (ptrdiff_t p = 0; p * NR < tokens; ++p) {
+          const float* const b = in + (p * K + k0) * NR;
+          float* const c = out[which] + (i / MR * panels + p) * MR * NR;
+          const bool one = tokens - p * NR <= W;
+          if (m->transposed) {
+            one ? micro<1, true>(tile, b, kc, c, k0 == 0) : micro<NV, true>(tile, b, kc, c, k0 == 0);
+          } else {
+            one ? micro<1, false>(tile, b, kc, c, k0 == 0) : micro<NV, false>(tile, b, kc, c, k0 == 0);
+          }
+        }
+      }
+    }
+  }
+}
+
+static void add_bias(const void* bias, DType dtype, ptrdiff_t n0, ptrdiff_t n, ptrdiff_t panels, float* c) {
+  if (bias == nullptr) return;
+  for (ptrdiff_t i = 0; i < n; ++i) {
+    const float b = bias_at(bias, dtype, n0 + i);
+    for (ptrdiff_t p = 0; p < panels; ++p) {
+      float* const row = c + ((i / MR * panels + p) * MR + i % MR) * NR;
+      for (int v = 0; v < NR; v += W) store(row + v, load(row + v) + b);
+    }
+  }
+}
+
+template <class WT>
+static void panel_up(const Call& c, const PanelPlan& p, const float* x, float* m, float* own, ptrdiff_t tokens,
+                     ptrdiff_t f0) {
+  const ptrdiff_t n = imin(p.up_tiles * MR, c.d_ff - f0), panels = div_up(tokens, NR);
+  const bool gated = c.gate.data != nullptr;
+  float* const up = own + kTileFloats;
+  float* const gate = up + p.up_tiles * MR * p.block;
+  panel_product<WT>({gated ? &c.gate : nullptr, &c.up}, {gate, up}, f0, n, c.d_ff, x, c.d_model, tokens, panels, own);
+  if (gated) add_bias(c.gate.bias, c.w_dtype, f0, n, panels, gate);
+  add_bias(c.up.bias, c.w_dtype, f0, n, panels, up);
+  const float* const done = combine(c, gate, up, div_up(n, MR) * panels * MR * NR);
+  for (ptrdiff_t i = 0; i < n; ++i) {
+    for (ptrdiff_t q = 0; q < panels; ++q) {
+      const float* const from = done + ((i / MR * panels + q) * MR + i % MR) * NR;
+      float* const to = m + (q * c.d_ff + f0 + i) * NR;
+      for (int v = 0; v < NR; v += W) store(to + v, load(from + v));
+    }
+  }
+}
+
+template <class YT>
+static void store_tokens(YT* y, ptrdiff_t stride, ptrdiff_t tokens, ptrdiff_t n, ptrdiff_t panels, const float* c) {
+  for (ptrdiff_t t0 = 0; t0 < tokens; t0 += W) {
+    const ptrdiff_t nt = imin(W, tokens - t0);
+    for (ptrdiff_t i0 = 0; i0 < n; i0 += W) {
+      const ptrdiff_t ni = imin(W, n - i0);
+      vf rows[W];
+      for (ptrdiff_t i = 0; i < W; ++i) {
+        const ptrdiff_t r = i0 + imin(i, ni - 1);
+        rows[i] = load(c + ((r / MR * panels + t0 / NR) * MR + r % MR) * NR + t0 % NR);
+      }
+      transpose(rows);
+      for (ptrdiff_t t = 0; t < nt; ++t) {
+        YT* const to = y + (t0 + t) * stride + i0;
+        if (ni == W) {
+          put(to, rows[t]);
+        } else {
+          float part[W];
+          store(part, rows[t]);
+          for (ptrdiff_t i = 0; i < ni; ++i) put(to + i, part[i]);
+        }
+      }
+    }
+  }
+}
+
+template <class WT>
+static void panel_down(const Call& c, const PanelPlan& p, const float* m, float* own, ptrdiff_t first, ptrdiff_t tokens,
+                       ptrdiff_t d0) {
+  const ptrdiff_t n = imin(p.down_tiles * MR, c.d_out - d0), panels = div_up(tokens, NR);
+  float* const out = own + kTileFloats;
+  panel_product<WT>({&c.down, nullptr}, {out, nullptr}, d0, n, c.d_out, m, c.d_ff, tokens, panels, own);
+  add_bias(c.down.bias, c.w_dtype, d0, n, panels, out);
+  const ptrdiff_t at = first * c.y_stride + d0;
+  if (c.y_dtype == kFloat32) return store_tokens((float*)c.y + at, c.y_stride, tokens, n, panels, out);
+  store_tokens((uint16_t*)c.y + at, c.y_stride, tokens, n, panels, out);
+}
