@@ -1,0 +1,118 @@
+"""Read the feed-forward networks of a checkpoint: safetensors (Hugging Face names) and GGUF."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..layout import Layout
+from ..spec import Spec
+from ..weights import Weights
+from . import assemble, folder
+from .assemble import FFN
+from .errors import CheckpointError
+
+__all__ = ["Checkpoint", "CheckpointError", "Layers", "load"]
+
+Layer = int | str
+
+
+class Layers(Mapping[Layer, Weights]):
+    """layer -> Weights, read from the file each time a layer is asked for and not kept."""
+
+    def __init__(self, ffns: Mapping[Layer, FFN]) -> None:
+        self._ffns = ffns
+
+    def __getitem__(self, layer: Layer) -> Weights:
+        return self._ffns[layer].read()
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self._ffns)
+
+    def __len__(self) -> int:
+        return len(self._ffns)
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._ffns
+
+    def __repr__(self) -> str:
+        return f"Layers({', '.join(map(repr, self._ffns))})"
+
+
+class Checkpoint:
+    """The feed-forward networks (FFNs) of one checkpoint; made by `load`.
+
+    path     the folder or file.
+    ffns     layer -> Weights, torch tensors on the CPU: gate, up [d_ff, d_model], down [d_model, d_ff]. Keys are ints
+             when the model has one stack of layers, else "encoder.0", "decoder.0", …  A layer's tensors are views of
+             the memory-mapped file (of a copy where the file does not align them): transposed views where the file
+             stores [in, out], halves where it fuses gate and up; GGUF's blocks are decoded to float32 anew each time.
+             Writing into a view changes neither the file nor another process's view of it.
+    layouts  layer -> Layout, how the matrices lay in the file.
+    config   config.json's content; for GGUF its metadata, without arrays of strings and arrays over 4096 values.
+    notes    what was decided on reading, one sentence each: the activation and why, files not read, …
+    """
+
+    def __init__(self, path: Path, ffns: dict[Layer, FFN], config: dict[str, Any], notes: list[str]) -> None:
+        self.path, self.config, self.notes = path, config, notes
+        self._ffns = ffns
+        self.ffns = Layers(ffns)
+        self.layouts: dict[Layer, Layout] = {layer: ffn.layout for layer, ffn in ffns.items()}
+
+    def spec(self, layer: Layer) -> Spec:
+        """The Spec of one layer, without reading its tensors. Raises KeyError if there is no such layer."""
+        return self._ffns[layer].spec
+
+    def __repr__(self) -> str:
+        first = next(iter(self._ffns.values())).spec
+        return f"Checkpoint({str(self.path)!r}, {len(self._ffns)} layers, {first.describe()})"
+
+
+def load(path: str | os.PathLike[str], activation: str | None = None) -> Checkpoint:
+    """Open a checkpoint and find the FFN of every layer, without reading its tensors.
+
+    path        a Hugging Face folder (config.json, and model.safetensors or an index with its shards), a .safetensors
+                file (a config.json beside it is used), or a .gguf file.
+    activation  an activation's name or a gated variant ("silu", "swiglu", …), for files that do not say it or say it
+                wrongly. It wins over the file.
+
+    The activation comes, in this order, from `activation=`; from the code of the model type where that fixes it
+    (BLOOM, MPT); from the field of config.json that this model type reads; from that model type's default. `notes`
+    says which. The original's dropout and what its layer does around the FFN (norms, scales) are not part of the Spec.
+
+    Nothing is executed, written or downloaded: pickles are refused. Every length and offset is checked against the
+    file's size before it is used.
+
+    Raises CheckpointError (a ValueError) if the path is not a model; the file is damaged; the activation cannot be
+    known; a projection is missing; a shape contradicts another or the config; an FFN has a tensor that is not
+    understood (a scale, an adapter); or the model is a mixture of experts.
+    """
+    where = Path(path)
+    kind = folder.kind_of(where)
+    if kind == "gguf":
+        from .open_gguf import open_gguf
+
+        return _checkpoint(where, *open_gguf(where, activation))
+    from .open_hf import open_hf
+
+    found = folder.read_folder(where) if kind == "folder" else folder.read_single(where)
+    return _checkpoint(where, *open_hf(found, activation))
+
+
+def _checkpoint(path: Path, ffns: dict[assemble.Key, FFN], config: dict[str, Any], notes: list[str]) -> Checkpoint:
+    return Checkpoint(path, _labelled(ffns), config, notes)
+
+
+def _labelled(ffns: dict[assemble.Key, FFN]) -> dict[Layer, FFN]:
+    """Int keys for one stack; for several, what distinguishes their paths and the layer: "encoder.0"."""
+    roots = list(dict.fromkeys(root for root, _ in ffns))
+    if len(roots) == 1:
+        return {layer: ffn for (_, layer), ffn in ffns.items()}
+    paths = [root.split(".")[:-1] for root in roots]
+    shared = 0
+    while len({tuple(parts[: shared + 1]) for parts in paths}) == 1:
+        shared += 1
+    labels = {root: ".".join([*parts[shared:], ""]) for root, parts in zip(roots, paths, strict=True)}
+    return {f"{labels[root]}{layer}": ffn for (root, layer), ffn in ffns.items()}

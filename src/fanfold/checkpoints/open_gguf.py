@@ -1,0 +1,49 @@
+"""A GGUF file: its tensors, its metadata and the table of architectures, put together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from . import assemble
+from .assemble import FFN, Key
+from .config import choose_gguf, stated
+from .errors import CheckpointError
+from .gguf import read_header
+from .names import GGUF_RULES
+from .tensors import BLOCKS
+
+_STACKS = {"enc.": "encoder.", "dec.": "decoder."}
+
+
+def open_gguf(path: Path, activation: str | None) -> tuple[dict[Key, FFN], dict[str, Any], list[str]]:
+    """(the FFNs by stack and layer, metadata, notes). Raises CheckpointError."""
+    metadata, refs = read_header(path)
+    arch = metadata.get("general.architecture")
+    for key, reason in (
+        ("split.count", "is one part of several: merge them"),
+        (f"{arch}.expert_count", "is a mixture of experts, which is not read"),
+    ):
+        least = 1 if key == "split.count" else 0
+        if type(metadata.get(key)) is int and metadata[key] > least:
+            raise CheckpointError(f"{path}: {key}={metadata[key]}: {reason}")
+    groups, notes = assemble.group(path, refs, GGUF_RULES)
+    groups = {(_STACKS.get(root, root), layer): mine for (root, layer), mine in groups.items()}
+    gate_anywhere = any(mine.has_gate for mine in groups.values())
+    choice, fused = choose_gguf(activation, metadata, gate_anywhere, str(path))
+    widths = assemble.Widths(metadata, str(path), (f"{arch}.embedding_length",), (f"{arch}.feed_forward_length",))
+    ffns: dict[Key, FFN] = {}
+    for key, mine in groups.items():
+        gated = choice.gated if choice.gated is not None else fused or assemble.has_gate(groups, key[0])
+        ffns[key] = assemble.build(mine, choice, gated, fused, None, widths.of(key[1]))
+    assemble.check_d_model(path, ffns)
+    for root in dict.fromkeys(root for root, _ in groups):
+        decoder = stated(metadata, (f"{arch}.decoder_block_count",), str(path)) if root == "decoder." else {}
+        for key, count in (decoder or stated(metadata, (f"{arch}.block_count",), str(path))).items():
+            fault = isinstance(count, int) and assemble.layer_fault(groups, root, f"{key}={count}", count)
+            if fault:
+                raise CheckpointError(f"{path}: {fault}")
+    formats = {ref.format for ffn in ffns.values() for ref in ffn.parts.values()} & set(BLOCKS)
+    if formats:
+        notes.append(f"{', '.join(sorted(formats))} tensors are decoded to float32")
+    return ffns, metadata, [f"activation {choice.activation}: {choice.reason}", *notes]
