@@ -1,0 +1,5 @@
+"""`python -m fanfold`: the same as the `fanfold` command."""
+
+from .show.cli import main
+
+main()

@@ -1,0 +1,232 @@
+"""`fanfold bench`: a model before and after the swap, measured by turns and compared on what it says."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+from pathlib import Path
+from typing import Any
+
+from . import machine, text, timing
+from .output import number, percent, progress, size, table
+
+LENGTHS = (16, 64, 256)  # tokens of an encoder's inputs
+SENTENCES = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to measure: see `fanfold bench --help`."""
+
+    backend: str = "auto"
+    prompt_tokens: int = 128
+    new_tokens: int = 32
+    repeats: int = 5
+    text_file: Path | None = None
+    text_tokens: int = 1024
+    prompt: str = text.PROMPT
+
+
+def twin(model: Any) -> Any:
+    """A second model tree over the very same parameters and buffers: swapping it leaves `model` as it was."""
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def bench(loaded: Any, format: str | None, settings: Settings, found: list[Any]) -> dict[str, Any]:
+    """Everything measured on one model and one format, as plain values.
+
+    loaded.model is not changed: a twin that shares its parameters is swapped.
+    found   what `fanfold.find` gave for it: which modules are FFNs.
+    """
+    import torch
+
+    from ..models.swap import swap
+
+    before = loaded.model
+    read = text.read_text(settings.text_file)
+    sample = text.token_ids(loaded, read, settings.text_tokens) if loaded.kind != "other" else None
+    one, counts = _work(loaded, sample, settings)
+    paths = [p for f in found if f.spec is not None for p in f.timed_modules]
+    memory_before = _peak(before, one)
+    after = twin(before)
+    with progress("swapping, each FFN verified") as step:
+        report = swap(after, format=format, backend=settings.backend, progress=step)
+    with progress("timing by turns") as step:
+        seconds = timing.by_turns(before, after, one, settings.repeats, step)
+    with progress("comparing results") as step:
+        shares = [timing.ffn_share(model, paths, one) for model in (before, after)]
+        step(1, 2)
+        said = _compare(loaded, before, after, sample, read, settings)
+    bytes_before, bytes_after = (_ffn_bytes(m, found) for m in (before, after))
+    rates = [{what: dataclasses.asdict(s.rate(counts[what])) for what, s in times.items()} for times in seconds]
+    return {
+        "model": loaded.name,
+        "class": type(before).__name__,
+        "dtype": str(before.dtype).removeprefix("torch."),
+        "format": format,
+        "backend": settings.backend,
+        "threads": torch.get_num_threads(),
+        "processor": machine.processor(),
+        "repeats": settings.repeats,
+        "tokens": counts,
+        "swap": report.to_dict(),
+        "before": {"tokens_per_s": rates[0], "ffn_share": shares[0], "ffn_bytes": bytes_before},
+        "after": {"tokens_per_s": rates[1], "ffn_share": shares[1], "ffn_bytes": bytes_after},
+        "peak_memory": {"before": memory_before, "after": _peak(after, one, besides=before)},
+        "results": said,
+    }
+
+
+def _work(loaded: Any, sample: Any, settings: Settings) -> tuple[timing.Pass, dict[str, int]]:
+    """(the pass that is timed, {what it times: tokens in it})."""
+    if loaded.kind == "causal":
+        limit = text.context(loaded.model) - settings.new_tokens
+        if limit < 1:
+            raise ValueError(
+                f"--new-tokens {settings.new_tokens} does not fit a context of {text.context(loaded.model)}"
+            )
+        ids = sample[:, : min(settings.prompt_tokens, limit)]
+        return timing.generation(ids, settings.new_tokens), {"prefill": ids.shape[1], "decode": settings.new_tokens}
+    if loaded.kind == "encoder":
+        lengths = sorted({min(n, text.context(loaded.model) - 2, sample.shape[1]) for n in LENGTHS})
+        inputs = {f"{n} tokens": {"input_ids": sample[:, :n]} for n in lengths}
+        return timing.forwards(inputs), {f"{n} tokens": n for n in lengths}
+    return timing.forwards({"forward": _inputs(loaded)}), {"forward": 1}
+
+
+def _inputs(loaded: Any) -> dict[str, Any]:
+    from ..models.inputs import default_inputs
+
+    inputs = default_inputs(loaded.model)
+    if inputs is None:
+        raise ValueError(f"it is not known what {type(loaded.model).__name__} reads: it cannot be run here")
+    return inputs
+
+
+def _peak(model: Any, one: timing.Pass, besides: Any = None) -> int | None:
+    """Peak resident bytes of this process during one pass of `model`; None where a peak cannot be started anew.
+
+    besides  another model in memory: the parameters that only it holds are subtracted.
+    """
+    gc.collect()
+    if not machine.reset_peak_memory():
+        return None
+    one(model)
+    held = {id(p) for p in model.parameters()}
+    others = besides.parameters() if besides is not None else ()
+    return machine.peak_memory() - sum(p.nbytes for p in others if id(p) not in held)
+
+
+def _ffn_bytes(model: Any, found: list[Any]) -> int:
+    """Bytes of the FFNs' parameters as they are held now."""
+    names = [p for f in found if f.spec is not None for p in f.projections.values()]
+    parameters = {id(p): p for name in names for p in model.get_submodule(name).parameters()}
+    return sum(p.nbytes for p in parameters.values())
+
+
+def _compare(
+    loaded: Any, before: Any, after: Any, sample: Any, read: str, settings: Settings
+) -> dict[str, dict[str, Any]]:
+    """What the two models make of the same text."""
+    if loaded.kind == "causal":
+        return _compare_text(loaded, before, after, sample, settings)
+    if loaded.kind == "encoder" and loaded.tokenizer is not None:
+        texts = text.sentences(read, SENTENCES)
+        cosine = (text.embeddings(loaded, before, texts) * text.embeddings(loaded, after, texts)).sum(1)
+        return {"embeddings": {"sentences": len(texts), "cosine_min": float(cosine.min())}}
+    inputs = (
+        {"input_ids": sample[:, : min(text.context(before) - 2, 128)]} if loaded.kind == "encoder" else _inputs(loaded)
+    )
+    return {"outputs": {"relative_difference": _difference(before, after, inputs)}}
+
+
+def _compare_text(loaded: Any, before: Any, after: Any, sample: Any, settings: Settings) -> dict[str, dict[str, Any]]:
+    prompt = text.token_ids(loaded, settings.prompt, settings.prompt_tokens)
+    told = [text.greedy(model, prompt, settings.new_tokens) for model in (before, after)]
+    same = next((i for i, (a, b) in enumerate(zip(*told)) if a != b), min(len(t) for t in told))
+    identical = told[0] == told[1]
+    decode = loaded.tokenizer.decode if loaded.tokenizer is not None else str
+    window = sample[:, : min(text.WINDOW, text.context(before))]
+    return {
+        "logits": {"relative_difference": _difference(before, after, {"input_ids": window, "use_cache": False})},
+        "perplexity": {
+            "tokens": sample.shape[1],
+            "before": text.perplexity(before, sample),
+            "after": text.perplexity(after, sample),
+        },
+        "greedy": {
+            "identical": identical,
+            "tokens": len(told[0]),
+            "first_difference": None if identical else same,
+            "prompt": settings.prompt,
+            "before": decode(told[0]),
+            "after": decode(told[1]),
+        },
+    }
+
+
+def _difference(before: Any, after: Any, inputs: dict[str, Any]) -> float:
+    """Root mean square of the change of the model's first output, over that of the output."""
+    import torch
+
+    from .. import numerics
+
+    with torch.inference_mode():
+        a, b = (next(iter(model(**inputs).to_tuple())) for model in (before, after))
+    return numerics.relative_error(b, a)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print one bench result for people."""
+    before, after = result["before"], result["after"]
+    rows = []
+    for what in before["tokens_per_s"]:
+        a, b = before["tokens_per_s"][what], after["tokens_per_s"][what]
+        count = result["tokens"][what]
+        unit = f"{what}, {count} tokens, tokens/s" if what in ("prefill", "decode") else f"{what}, per second"
+        rows.append([unit, _spread(a), _spread(b), f"x {b['median'] / a['median']:.2f}"])
+    rows.append(["FFN share of the time", percent(before["ffn_share"]), percent(after["ffn_share"]), ""])
+    rows.append(_row("FFN bytes", before["ffn_bytes"], after["ffn_bytes"], size))
+    peak = result["peak_memory"]
+    if peak["before"] and peak["after"]:
+        rows.append(_row("peak memory of the process", peak["before"], peak["after"], size))
+    rows += _said(result["results"])
+    report = result["swap"]
+    title = (
+        f"{result['model']}, {result['dtype']}, format {result['format'] or 'none (in place)'}: "
+        f"{report['n_swapped']} of {report['n_ffns']} FFNs swapped"
+    )
+    table(title, ["", "before", "after", ""], rows)
+    for reason in sorted({r["reason"] for r in report["rows"] if r["status"] != "swapped"}):
+        print(f"left as it was: {reason}")
+    print(f"median (p20–p80) of {result['repeats']}, by turns; {result['threads']} threads, {result['processor']}")
+
+
+def _said(results: dict[str, dict[str, Any]]) -> list[list[str]]:
+    rows = []
+    if "perplexity" in results:
+        p = results["perplexity"]
+        rows.append([f"perplexity, {p['tokens']} tokens", f"{p['before']:.4f}", f"{p['after']:.4f}", ""])
+    if "greedy" in results:
+        g = results["greedy"]
+        same = "identical" if g["identical"] else f"differs from token {g['first_difference'] + 1}"
+        rows.append([f"greedy text, {g['tokens']} tokens", "", same, ""])
+    rows += [
+        [f"{name}, relative difference", "", number(results[name]["relative_difference"]), ""]
+        for name in ("logits", "outputs")
+        if name in results
+    ]
+    if "embeddings" in results:
+        e = results["embeddings"]
+        rows.append([f"lowest cosine of {e['sentences']} sentences", "", f"{e['cosine_min']:.7f}", ""])
+    return rows
+
+
+def _row(name: str, before: float, after: float, form: Any) -> list[str]:
+    return [name, form(before), form(after), f"x {after / before:.2f}" if before else ""]
+
+
+def _spread(s: dict[str, float]) -> str:
+    return f"{number(s['median'])} ({number(s['p20'])}–{number(s['p80'])})"

@@ -1,0 +1,193 @@
+"""The command line: one verb per view. Everything heavy is imported when a verb needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .failures import INTERRUPTED, guarded
+from .output import emit, progress, stdout_kept
+
+app = typer.Typer(
+    name="fanfold",
+    help="The feed-forward network of Transformers: identified by experiment, swapped, verified, measured.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class Format(str, Enum):
+    none = "none"
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Dtype(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Backend(str, Enum):
+    auto = "auto"
+    cpu = "cpu"
+    torch = "torch"
+
+
+Model = Annotated[str, typer.Argument(help="Folder of a Hugging Face model, a .gguf file, or: smollm2, minilm.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else there.")]
+OneFormat = Annotated[Format, typer.Option(help="How the swapped weights are stored; none: read in place.")]
+Formats = Annotated[list[Format] | None, typer.Option("--format", help="As for swap; give it again for more runs.")]
+ModelDtype = Annotated[Dtype, typer.Option(help="Dtype that the model is loaded in.")]
+OneBackend = Annotated[Backend, typer.Option(help="Who computes the swapped FFNs.")]
+PromptTokens = Annotated[int, typer.Option(min=1, help="Tokens read in prefill.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Tokens generated in decode.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed passes of each, by turns.")]
+
+
+def _version(show: bool) -> None:
+    if show:
+        from .. import __version__
+
+        print(f"fanfold {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Keep the messages of the libraries used.")] = False,
+) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # models are read from disk; nothing is downloaded
+    if verbose:
+        os.environ["FANFOLD_VERBOSE"] = "1"
+
+
+@app.command()
+@guarded
+def inspect(model: Model, json: Json = False) -> None:
+    """The FFN card: what the FFNs of a model are, and what they weigh."""
+    from . import card
+    from .demo import identify
+
+    with stdout_kept(json):
+        loaded = _load(model, Dtype.fp32)
+        sheet = card.card(loaded.model, identify(loaded), loaded.name)
+    emit(sheet) if json else card.show(sheet)
+
+
+@app.command()
+@guarded
+def swap(
+    model: Model,
+    format: OneFormat = Format.none,
+    backend: OneBackend = Backend.auto,
+    dtype: ModelDtype = Dtype.fp32,
+    json: Json = False,
+) -> None:
+    """Swap the FFNs of a model, verify each, and report what was done."""
+    with stdout_kept(json):
+        loaded = _load(model, dtype)
+        from ..models.swap import swap as do_swap
+
+        with progress("swapping, each FFN verified") as step:
+            report = do_swap(loaded.model, format=_format(format), backend=backend.value, progress=step)
+    document = {"model": model, "format": _format(format), "backend": backend.value, **report.to_dict()}
+    emit(document) if json else print(report)
+    if not report.n_swapped:
+        raise ValueError(f"no FFN of {model} was swapped: {report.rows[0].reason}")
+
+
+@app.command()
+@guarded
+def bench(
+    model: Model,
+    format: Formats = None,
+    dtype: ModelDtype = Dtype.fp32,
+    backend: OneBackend = Backend.auto,
+    prompt_tokens: PromptTokens = 128,
+    new_tokens: NewTokens = 32,
+    repeats: Repeats = 5,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 file for perplexity; default: Python's manual.")] = None,
+    text_tokens: Annotated[int, typer.Option(min=2, help="Tokens of it that are read.")] = 1024,
+    prompt: Annotated[str | None, typer.Option(help="Prompt of the greedy continuation.")] = None,
+    json: Json = False,
+) -> None:
+    """Measure a model before and after the swap: speed, memory, perplexity, greedy text."""
+    from . import bench as work
+    from .demo import identify
+    from .text import PROMPT, read_text
+
+    settings = work.Settings(
+        backend=backend.value,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        text_file=text,
+        text_tokens=max(text_tokens, prompt_tokens),
+        prompt=prompt or PROMPT,
+    )
+    read_text(text)  # a wrong path is reported before a model is loaded
+    runs: list[dict[str, Any]] = []
+    with stdout_kept(json):
+        loaded = _load(model, dtype, copies=2.0)
+        found = identify(loaded)
+    for one in format or [Format.none]:
+        with stdout_kept(json):
+            runs.append(work.bench(loaded, _format(one), settings, found))
+        if not json:
+            work.show(runs[-1])
+    if json:
+        emit({"model": model, "runs": runs})
+
+
+@app.command()
+@guarded
+def demo(repeats: Repeats = 5, json: Json = False) -> None:
+    """The main job on two real models: card, swap and bench of SmolLM2-135M and all-MiniLM-L6-v2."""
+    from . import demo as work
+    from .bench import Settings
+
+    with stdout_kept(json):
+        document = work.demo(Settings(repeats=repeats), show=not json)
+    if json:
+        emit(document)
+
+
+@app.command()
+@guarded
+def doctor(json: Json = False) -> None:
+    """Versions, instruction sets, threads and backends of this machine, with a self-test."""
+    from . import doctor as work
+
+    with stdout_kept(json):
+        found = work.doctor()
+    emit(found) if json else work.show(found)
+    if not found["ok"]:
+        failed = [f"{t['backend']} {t['isa'] or ''} {t['dtype']}" for t in found["self_test"] if not t["ok"]]
+        raise ValueError(f"the self-test failed: {'; '.join(failed)}")
+
+
+def _format(format: Format) -> str | None:
+    return None if format is Format.none else format.value
+
+
+def _load(model: str, dtype: Dtype, copies: float = 1.0) -> Any:
+    from .models import load
+
+    with progress(f"loading {model}"):
+        return load(model, dtype.value, copies)
+
+
+def main() -> None:
+    """Entry point of the `fanfold` command."""
+    try:
+        app(prog_name="fanfold")
+    except KeyboardInterrupt:  # outside a verb: while Python is still importing
+        sys.exit(INTERRUPTED)

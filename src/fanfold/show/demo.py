@@ -1,0 +1,69 @@
+"""`fanfold demo`: the main job on two real models, SmolLM2-135M and all-MiniLM-L6-v2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import bench, card
+from .models import Loaded, load
+from .output import number, progress
+
+FORMATS: dict[str, tuple[str | None, ...]] = {"smollm2": (None, "bf16"), "minilm": (None, "bf16")}
+
+
+def demo(settings: bench.Settings, show: bool) -> dict[str, Any]:
+    """Card, swap and bench of both models, printed on the way if `show`; -> everything as plain values."""
+    out: dict[str, Any] = {"models": []}
+    for name, formats in FORMATS.items():
+        with progress(f"loading {name}"):
+            loaded = load(name, copies=2.0)
+        found = identify(loaded)
+        sheet = card.card(loaded.model, found, name)
+        if show:
+            card.show(sheet)
+            print()
+        runs = []
+        for format in formats:
+            runs.append(bench.bench(loaded, format, settings, found))
+            if show:
+                bench.show(runs[-1])
+                print()
+        out["models"].append({"card": sheet, "runs": runs})
+    out["verified"] = [line for entry in out["models"] for run in entry["runs"] for line in verified(run)]
+    if show:
+        print("Verified in this run:")
+        for line in out["verified"]:
+            print(f"- {line}")
+    return out
+
+
+def identify(loaded: Loaded) -> list[Any]:
+    """`fanfold.find` on a loaded model, with a bar."""
+    from ..models.find import find
+
+    with progress("identifying by experiment") as step:
+        return find(loaded.model, progress=step)
+
+
+def verified(run: dict[str, Any]) -> list[str]:
+    """What one bench run has shown, a sentence each, from its own numbers."""
+    what = f"{run['model']}, format {run['format'] or 'none'}"
+    rows = [r for r in run["swap"]["rows"] if r["status"] == "swapped"]
+    out = [f"{what}: {len(rows)} of {run['swap']['n_ffns']} FFNs identified by experiment and swapped"]
+    ratios = [r["ratio"] for r in rows if r["ratio"] is not None]
+    if ratios:
+        out.append(f"{what}: against float64, largest error is {number(max(ratios))} of what the rule allows")
+    results = run["results"]
+    if "greedy" in results:
+        g = results["greedy"]
+        same = "identical" if g["identical"] else f"different from token {g['first_difference'] + 1}"
+        out.append(
+            f"{what}: greedy text of {g['tokens']} tokens {same}; logits differ by "
+            f"{number(results['logits']['relative_difference'])}"
+        )
+        p = results["perplexity"]
+        out.append(f"{what}: perplexity {p['before']:.4f} before, {p['after']:.4f} after")
+    if "embeddings" in results:
+        e = results["embeddings"]
+        out.append(f"{what}: lowest cosine of {e['sentences']} sentence embeddings {e['cosine_min']:.7f}")
+    return out

@@ -1,0 +1,98 @@
+"""What a verb prints and where: results on stdout, progress on a terminal's stderr, one JSON document with --json."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Progress = Callable[[int, int], None]
+
+
+@contextlib.contextmanager
+def progress(text: str) -> Iterator[Progress]:
+    """A bar labelled `text` on stderr while the block runs; yields f(done, total). Nothing unless a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(text, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def stdout_kept(json_only: bool) -> Iterator[None]:
+    """While the work runs, whatever a library prints goes to stderr: stdout is for the result alone."""
+    if not json_only:
+        yield
+        return
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def emit(document: dict[str, Any]) -> None:
+    """Write one JSON document to stdout, in one piece."""
+    sys.stdout.write(json.dumps(plain(document), allow_nan=False, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def plain(value: Any) -> Any:
+    """`value` with JSON's types only: numbers that are not finite become null, tuples lists, keys strings."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    return str(value)
+
+
+def table(title: str, header: list[str], rows: list[list[str]], numbers: bool = True) -> None:
+    """Print a table to stdout: full width on a terminal, never cut when written to a file or pipe.
+
+    numbers  all columns but the first are numbers, set to the right.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    out = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(header):
+        out.add_column(name, justify="right" if i and numbers else "left", overflow="fold")
+    for row in rows:
+        out.add_row(*row)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=max(console.measure(out).maximum, 80))
+    console.print(out)
+
+
+def number(value: float) -> str:
+    """Three significant digits, thousands separated: 12,300; 0.0123; 1.23e-07."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    digits = 2 - math.floor(math.log10(abs(value)))
+    if digits > 5:
+        return f"{value:.2e}"
+    return f"{round(value, digits):,.{max(digits, 0)}f}"
+
+
+def size(n_bytes: float) -> str:
+    """Bytes in MB or GB (10^6, 10^9)."""
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
