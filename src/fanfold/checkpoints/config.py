@@ -8,7 +8,7 @@ table is refused: many write `hidden_act` and compute something else.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import activations
@@ -25,35 +25,42 @@ class Family:
     default  the activation when the key is absent.
     gated    whether the FFN has a gate.
     conv1d   whether c_fc and c_proj are stored [in, out].
+    d_model, d_ff  the keys that state the widths (and no others: falcon's code, say, ignores intermediate_size).
+             A width that the code computes (4 * d_model) is not stated: the file's is used.
     """
 
     default: str
     field: str | None = "hidden_act"
     gated: bool = False
     conv1d: bool = False
+    d_model: tuple[str, ...] = ("hidden_size",)
+    d_ff: tuple[str, ...] = ("intermediate_size",)
 
 
 _SILU = Family(default="silu", gated=True)
 _ERF = Family(default="gelu_erf")
-_NEW = Family(default="gelu_tanh", field="activation_function")
+_GPT = Family(default="gelu_tanh", field="activation_function", d_model=("n_embd",), d_ff=("n_inner",))
 _GEMMA = Family(default="gelu_tanh", field="hidden_activation", gated=True)
+# relu or gated-gelu, and so on: the value says whether there is a gate, see _t5
+_T5 = Family(default="relu", field="feed_forward_proj", d_model=("d_model",), d_ff=("d_ff",))
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "glm", "glm4", "olmo", "olmo2", "granite"), _SILU),
     **dict.fromkeys(("cohere", "cohere2", "stablelm", "smollm3", "seed_oss", "ministral"), _SILU),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GEMMA),
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra", "vit", "deit", "gpt_neox"), _ERF),
-    **dict.fromkeys(("gptj", "codegen", "gpt_neo", "gpt_bigcode"), _NEW),
     **dict.fromkeys(("starcoder2", "phi"), Family(default="gelu_tanh")),
     **dict.fromkeys(("nemotron", "arcee"), Family(default="relu2")),
-    "gpt2": Family(default="gelu_tanh", field="activation_function", conv1d=True),
-    "opt": Family(default="relu", field="activation_function"),
-    "bloom": Family(default="gelu_tanh", field=None),
-    "mpt": Family(default="gelu_erf", field=None),
-    **dict.fromkeys(("falcon", "distilbert"), Family(default="gelu_erf", field="activation")),
-    # gated by the value of feed_forward_proj: see _t5
-    "t5": Family(default="relu", field="feed_forward_proj"),
-    **dict.fromkeys(("mt5", "umt5"), Family(default="gated-gelu", field="feed_forward_proj", gated=True)),
+    **dict.fromkeys(("gptj", "codegen", "gpt_bigcode"), _GPT),
+    "gpt2": replace(_GPT, conv1d=True),
+    "gpt_neo": Family(default="gelu_tanh", field="activation_function"),
+    "opt": Family(default="relu", field="activation_function", d_ff=("ffn_dim",)),
+    "bloom": Family(default="gelu_tanh", field=None, d_model=("hidden_size", "n_embed"), d_ff=()),
+    "mpt": Family(default="gelu_erf", field=None, d_model=("d_model",), d_ff=()),
+    "falcon": Family(default="gelu_erf", field="activation", d_ff=("ffn_hidden_size",)),
+    "distilbert": Family(default="gelu_erf", field="activation", d_model=("dim",), d_ff=("hidden_dim",)),
+    "t5": _T5,
+    **dict.fromkeys(("mt5", "umt5"), replace(_T5, default="gated-gelu")),
 }
 T5_TYPES = ("t5", "mt5", "umt5")
 
@@ -183,8 +190,8 @@ def from_caller(given: str) -> Choice:
         raise CheckpointError(f"activation={show(given)} is not known; known: {known}") from None
 
 
-D_MODEL_KEYS = ("hidden_size", "d_model", "n_embd", "n_embed", "dim")
-D_FF_KEYS = ("intermediate_size", "d_ff", "ffn_dim", "n_inner", "ffn_hidden_size", "hidden_dim")
+# What an unknown model type's widths are checked by, if present.
+UNKNOWN = Family(default="")
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 

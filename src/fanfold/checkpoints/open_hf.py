@@ -8,12 +8,11 @@ from typing import Any
 from . import assemble
 from .assemble import FFN, Group, Key
 from .config import (
-    D_FF_KEYS,
-    D_MODEL_KEYS,
     EXPERT_KEYS,
     FAMILIES,
     LAYER_KEYS,
     T5_TYPES,
+    UNKNOWN,
     Choice,
     Family,
     choose,
@@ -35,7 +34,7 @@ def open_hf(found: Found, activation: str | None) -> tuple[dict[Key, FFN], dict[
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     notes = [f"activation {choice.activation}: {choice.reason}", *found.notes, *notes]
-    widths = assemble.Widths(config, where, *_width_keys(family))
+    widths = assemble.Widths(config, where, (family or UNKNOWN).d_model, (family or UNKNOWN).d_ff)
     conv1d = family.conv1d if family else None
     ffns = {
         key: assemble.build(
@@ -48,11 +47,6 @@ def open_hf(found: Found, activation: str | None) -> tuple[dict[Key, FFN], dict[
     if fault and family and found.is_whole:
         raise CheckpointError(f"{found.path}: {fault}")
     return ffns, config, [*notes, fault] if fault else notes
-
-
-def _width_keys(family: Family | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    # A model type that is not in the table may use the rarer keys for something else.
-    return (D_MODEL_KEYS, D_FF_KEYS) if family else (("hidden_size",), ("intermediate_size",))
 
 
 def _is_gated(key: Key, groups: Mapping[Key, Group], choice: Choice, family: Family | None, kind: Any) -> bool:
