@@ -93,29 +93,31 @@ INL vf swish(vf x, double beta) {
   return x * sigmoid(Pair{p.low * beta, p.high * beta});
 }
 
-INL vd gelu_tanh_argument(vd x) { return x * (1.5957691216057308 + 0.07135481282805627 * (x * x)); }
+INL vd gelu_tanh_argument(vd x) { return x * (1.5957691216057308 + 0.07135481627260025 * (x * x)); }
 INL vf gelu_tanh(vf x) {  // (1 + tanh u) / 2 = sigmoid(2 u)
   const Pair p = to_double(x);
   return x * sigmoid(Pair{gelu_tanh_argument(p.low), gelu_tanh_argument(p.high)});
 }
 
 INL vf gelu_erf(vf x) {
-  // x Phi(x); Phi(-a) = exp(-a^2 / 2) * P(a), P(a) = erfcx(a / sqrt 2) / 2 as a polynomial in (a - 3.5) / (a + 3.5).
+// x Phi(x); Phi(-a) = exp(-a^2 / 2) P(a), P(a) = erfcx(a / sqrt 2) / 2 = p(t) / (a + 3), t = (a - 3) / (a + 3):
+  // the quotient takes P's decay, so that the polynomial's terms do not cancel.
   const vf a = at_most(vabs(x), 16.0f);
-  const vf t = (a - 3.5f) / (a + 3.5f);
-  vf p = splat(-1.900583084e-05f);
-  p = p * t + -4.897477993e-05f;
-  p = p * t + 1.332769170e-04f;
-  p = p * t + 3.874143586e-04f;
-  p = p * t + -1.381753595e-03f;
-  p = p * t + -1.560593606e-03f;
-  p = p * t + 1.906570978e-02f;
-  p = p * t + -6.163952500e-02f;
-  p = p * t + 1.258552521e-01f;
-  p = p * t + -1.871396899e-01f;
-  p = p * t + 1.063451543e-01f;
+  const vf inverse = 1.0f / (a + 3.0f);
+  const vf t = (a - 3.0f) * inverse;
+  vf p = splat(5.451319157e-05f);
+  p = p * t + 1.313839457e-04f;
+  p = p * t + -2.447135921e-04f;
+  p = p * t + -1.032609143e-03f;
+  p = p * t + 1.024733065e-03f;
+  p = p * t + 6.969317794e-03f;
+  p = p * t + -1.046250761e-02f;
+  p = p * t + -4.726268724e-02f;
+  p = p * t + 2.300176919e-01f;
+  p = p * t + -5.093320012e-01f;
+  p = p * t + 7.290837169e-01f;
   const Pair d = to_double(a);
-  const vf tail = p * exp_neg({0.5 * d.low * d.low, 0.5 * d.high * d.high});
+  const vf tail = p * inverse * exp_neg({0.5 * d.low * d.low, 0.5 * d.high * d.high});
   return x * (x < 0.0f ? tail : 1.0f - tail);
 }
 

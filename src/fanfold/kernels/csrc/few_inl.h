@@ -69,38 +69,31 @@ static void dot(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, const float* x, ptrd
   }
 }
 
-// One vector of outputs of a transposed matrix: 4 rows of it at a time, running sums in memory that stays in L1.
-template <class WT>
-INL void axpy_step(const vf (&w)[4], ptrdiff_t rows, const float* x, ptrdiff_t ldx, ptrdiff_t tokens, float* out,
-                   ptrdiff_t ldo) {
-  for (ptrdiff_t t = 0; t < tokens; ++t) {
-    vf acc = load(out + t * ldo);
-    if (rows == 4) {
-      for (int j = 0; j < 4; ++j) acc += w[j] * x[t * ldx + j];
-    } else {
-      for (ptrdiff_t j = 0; j < rows; ++j) acc += w[j] * x[t * ldx + j];
-    }
-    store(out + t * ldo, acc);
-  }
-}
+// A transposed matrix: kAxpyRows rows of its memory at a time, running sums in a buffer that stays in L1. The rows of a
+// step are summed first: a chain of all K additions would lose accuracy.
+constexpr ptrdiff_t kAxpyRows = 8;
 
 template <class WT>
 static void axpy(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, const float* x, ptrdiff_t ldx, ptrdiff_t K,
                  ptrdiff_t tokens, float* out, ptrdiff_t ldo) {
-  for (ptrdiff_t t = 0; t < tokens; ++t) {
-    for (ptrdiff_t i = 0; i < n; i += W) store(out + t * ldo + i, vf{});
-  }
-  for (ptrdiff_t k = 0; k < K; k += 4) {
-    const ptrdiff_t rows = imin(4, K - k);
+  const uintptr_t ahead = (uintptr_t)(kAxpyRows * m.stride) * sizeof(WT);
+  for (ptrdiff_t k = 0; k < K; k += kAxpyRows) {
+    const ptrdiff_t rows = imin(kAxpyRows, K - k);
     const WT* const w = (const WT*)m.data + k * m.stride + n0;
     for (ptrdiff_t i = 0; i < n; i += W) {
-      vf v[4];
-      for (ptrdiff_t j = 0; j < rows; ++j) {
+      vf v[kAxpyRows];
+      for (ptrdiff_t j = 0; j < kAxpyRows; ++j) {
         const WT* const from = w + j * m.stride + i;
-        __builtin_prefetch((const void*)((uintptr_t)from + (uintptr_t)(4 * m.stride) * sizeof(WT)), 0, 3);
-        v[j] = n - i >= W ? load(from) : load_part(from, n - i);
+        __builtin_prefetch((const void*)((uintptr_t)from + ahead), 0, 3);
+        v[j] = j >= rows ? vf{} : n - i >= W ? load(from) : load_part(from, n - i);
       }
-      axpy_step<WT>(v, rows, x + k, ldx, tokens, out + i, ldo);
+      for (ptrdiff_t t = 0; t < tokens; ++t) {  // ldx is a multiple of kAxpyRows, with zeros behind K
+        const float* const in = x + t * ldx + k;
+        float* const to = out + t * ldo + i;
+        vf sum = v[0] * in[0];
+        for (ptrdiff_t j = 1; j < kAxpyRows; ++j) sum += v[j] * in[j];
+        store(to, k == 0 ? sum : load(to) + sum);
+      }
     }
   }
 }
@@ -130,6 +123,8 @@ static void few_product(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, const float*
   }
 }
 
+constexpr ptrdiff_t kRowMultiple = 2 * W > kAxpyRows ? 2 * W : kAxpyRows;
+
 struct FewPlan {
   ptrdiff_t ldx, ldm, up_chunk, down_chunk, ldo;
   size_t shared, each;  // floats: for all threads, for each
@@ -143,8 +138,8 @@ INL ptrdiff_t few_chunk(ptrdiff_t outputs, int threads) {
 
 static FewPlan few_plan(const Call& c) {
   FewPlan p;
-  p.ldx = c.up.data != nullptr ? round_up(c.d_model, 2 * W) : 0;
-  p.ldm = round_up(c.d_ff, 2 * W);
+  p.ldx = c.up.data != nullptr ? round_up(c.d_model, kRowMultiple) : 0;
+  p.ldm = round_up(c.d_ff, kRowMultiple);
   p.up_chunk = few_chunk(c.d_ff, c.threads);
   p.down_chunk = few_chunk(c.d_out, c.threads);
   p.ldo = imax(p.up_chunk, p.down_chunk);
