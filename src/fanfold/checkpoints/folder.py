@@ -35,7 +35,7 @@ class Found:
 
 
 def kind_of(path: Path) -> str:
-    """ "folder", "safetensors" or "gguf". Raises CheckpointError, saying what is read, for everything else."""
+    """What the path is: folder, safetensors or gguf. Raises CheckpointError, saying what is read, for all else."""
     if os.path.isdir(path):  # os.path's tests are False, not errors, for names that no file can have
         return "folder"
     if not os.path.exists(path):
@@ -65,9 +65,7 @@ def read_folder(path: Path) -> Found:
         raise CheckpointError(_nothing(path, files))
     stray = sorted(name for name in files if name.endswith(".safetensors") and name not in used)
     if stray:
-        notes.append(
-            f"not read: {some(stray)}; only {_INDEX}'s files are" if _INDEX in files else f"not read: {some(stray)}"
-        )
+        notes.append(f"not read: {some(stray)}; only {', '.join(sorted(used)[:3])}{' …' if len(used) > 3 else ''}")
     config = jsonfile.read(path / _CONFIG) if _CONFIG in files else None
     return Found(path, refs, config, path / _CONFIG if config is not None else path, True, notes)
 
@@ -128,4 +126,6 @@ def _read_index(folder: Path) -> tuple[dict[str, TensorRef], set[str]]:
 def _is_plain(file: Any) -> bool:
     # No separators at all: "../x", "/x", "C:x" and a symlinked subfolder all leave the folder. A shard may itself be
     # a symlink, for that is how the Hugging Face cache stores every file.
-    return isinstance(file, str) and file.endswith(".safetensors") and not set(file) & set("/\\:\0")
+    return (
+        isinstance(file, str) and file.endswith(".safetensors") and file.isprintable() and not set(file) & set("/\\:\0")
+    )
