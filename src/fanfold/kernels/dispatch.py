@@ -19,7 +19,6 @@ from . import torch as torch_ops
 
 BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "torch": torch_ops}
 
-# Prefill above this many tokens is arithmetic, where PyTorch's own matrix products may be ahead (see `_slower`).
 _last: str | None = None
 
 
@@ -63,7 +62,12 @@ def _auto_objection(x: Tensor, weights: Weights) -> str | None:
     """Why `auto` would not take the cpu backend although it could run."""
     if needs_grad(x, weights):
         return "gradients are needed: PyTorch's own ops keep what backward needs, the cpu kernel would recompute it"
-    return cpu.slower_than_torch(x, weights)
+    return slower_than_torch(x, weights.up)
+
+
+def slower_than_torch(x: Tensor, weight: Tensor) -> str | None:
+    """Why PyTorch's own matrix products would be faster for x [..., in] and weight [out, in], or None."""
+    return None
 
 
 def choose(x: Tensor, weights: Weights, backend: str = "auto") -> tuple[str, str]:
@@ -105,6 +109,13 @@ def run(x: Tensor, weights: Weights, backend: str) -> Tensor:
     name, _ = choose(x, weights, backend)
     _last = name
     return BACKENDS[name].forward(x, weights)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias on the cpu backend, which the caller has found able to run it."""
+    global _last
+    _last = "cpu"
+    return cpu.linear(x, weight, bias)
 
 
 def last_backend() -> str | None:

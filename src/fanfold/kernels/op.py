@@ -53,32 +53,17 @@ def _(x, up, down, gate, up_bias, gate_bias, down_bias, spec, backend):  # noqa:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("fanfold::ffn_backward", mutates_args=())
-def _ffn_backward(
-    grad_y: Tensor,
-    x: Tensor,
-    up: Tensor,
-    down: Tensor,
-    gate: Tensor | None,
-    up_bias: Tensor | None,
-    gate_bias: Tensor | None,
-    down_bias: Tensor | None,
-    spec: str,
-    needed: list[bool],
-) -> list[Tensor]:
-    """Gradients of the inputs marked in `needed`, in their order, by recomputing the forward in PyTorch's ops."""
-    given = [x, up, down, gate, up_bias, gate_bias, down_bias]
+def _gradients(grad_y: Tensor, given: list[Tensor | None], spec: str, needed: list[bool]) -> list[Tensor | None]:
+    """Gradients of the tensors marked in `needed`, by recomputing the forward in PyTorch's ops: x is all that the
+    cpu kernel's forward keeps."""
     leaves = [t if t is None else t.detach().requires_grad_(n) for t, n in zip(given, needed)]
-    with torch.enable_grad():
-        y = torch_ops.forward(leaves[0], _weights(spec, leaves[1:]))  # type: ignore[arg-type]
     wanted = [t for t, n in zip(leaves, needed) if n and t is not None]
-    return [g.contiguous() for g in torch.autograd.grad(y, wanted, grad_y)]
-
-
-@_ffn_backward.register_fake
-def _(grad_y, x, up, down, gate, up_bias, gate_bias, down_bias, spec, needed):  # noqa: ANN001
-    given = [x, up, down, gate, up_bias, gate_bias, down_bias]
-    return [t.new_empty(t.shape) for t, n in zip(given, needed) if n and t is not None]
+    with torch.enable_grad():
+        x, *rest = leaves
+        assert x is not None
+        y = torch_ops.forward(x, _weights(spec, rest))
+    grads = iter(torch.autograd.grad(y, wanted, grad_y))
+    return [next(grads) if n else None for n in needed]
 
 
 def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
@@ -88,9 +73,8 @@ def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
 
 
 def _backward(ctx, grad_y):  # noqa: ANN001
-    needed = list(ctx.needs_input_grad[:7])
-    grads = iter(torch.ops.fanfold.ffn_backward(grad_y, *ctx.saved_tensors, ctx.spec, needed))
-    return (*(next(grads) if n else None for n in needed), None, None)
+    grads = _gradients(grad_y, list(ctx.saved_tensors), ctx.spec, list(ctx.needs_input_grad[:7]))
+    return (*grads, None, None)
 
 
 _ffn.register_autograd(_backward, setup_context=_setup_context)

@@ -30,7 +30,8 @@ class Found:
     spec, layout what it computes and how gate and up lie; None if not identified.
     projections  role ("gate", "up", "down", or "gate_up" when fused) -> path of its linear in the model.
     status       "identified" or "unidentified", with `reason`; `evidence` is what the experiment saw.
-    scale        constant factor on the output; residual: forward adds its second argument.
+    scale        constant factor on the output; residual: forward adds its second argument; dropout: its
+                 outputs differ in training mode.
     """
 
     path: str
@@ -44,6 +45,7 @@ class Found:
     n_params: int
     scale: float = 1.0
     residual: bool = False
+    dropout: bool = False
 
     @property
     def timed_modules(self) -> list[str]:
@@ -123,6 +125,7 @@ def _found(model: nn.Module, site: Site, call: Any, why: str) -> Found | None:
         n_params=sum(p.numel() for n in (*site.first, site.last) for p in module.get_submodule(n).parameters()),
         scale=d.scale if d else 1.0,
         residual=d.residual if d else False,
+        dropout=identity.dropout,
     )
 
 

@@ -86,12 +86,14 @@ class Identity:
 
     token_wise  True if the code was seen to map each token on its own, False if it was seen to mix tokens (then it is
                 no FFN), None if that was not reached.
+    dropout     whether the outputs differ in training mode.
     """
 
     description: Description | None
     reason: str
     evidence: Evidence | None
     token_wise: bool | None = None
+    dropout: bool = False
 
 
 class _Stop(Exception):  # noqa: N818 - ends a layer's forward once the last linear has been reached
@@ -211,14 +213,8 @@ def identify(module: nn.Module, site: Site, call: tuple[tuple, dict[str, Any]] |
     if reason is not None:
         return Identity(description=None, reason=reason, evidence=None)
     try:
-        twin = _copy(module)
-        generator = torch.Generator().manual_seed(0)
-        for name in (*site.first, site.last):
-            _randomise(twin.get_submodule(name), generator)
-        biases = {k: twin.get_submodule(n).bias is not None for k, n in (("first", site.first[0]), ("last", site.last))}
-        options = candidates(site, biases, activation_params(twin))
-        experiment = _whole(twin, site, generator) if site.kind == "module" else _middle(twin, site, generator, call)
-        return experiment(options)
+        with torch.inference_mode(False), torch.enable_grad():  # gradients are part of the experiment
+            return _experiment(module, site, call)
     except _MixesTokens as mixes:
         return Identity(description=None, reason=str(mixes), evidence=None, token_wise=False)
     except _Unfit as unfit:
@@ -227,6 +223,17 @@ def identify(module: nn.Module, site: Site, call: tuple[tuple, dict[str, Any]] |
         text = str(error).strip().splitlines()[0] if str(error).strip() else ""
         reason = f"{type(error).__name__} when run on its own: {text}"
         return Identity(description=None, reason=reason, evidence=None)
+
+
+def _experiment(module: nn.Module, site: Site, call: tuple[tuple, dict[str, Any]] | None) -> Identity:
+    twin = _copy(module)
+    generator = torch.Generator().manual_seed(0)
+    for name in (*site.first, site.last):
+        _randomise(twin.get_submodule(name), generator)
+    biases = {k: twin.get_submodule(n).bias is not None for k, n in (("first", site.first[0]), ("last", site.last))}
+    options = candidates(site, biases, activation_params(twin))
+    experiment = _whole(twin, site, generator) if site.kind == "module" else _middle(twin, site, generator, call)
+    return experiment(options)
 
 
 class _Unfit(Exception):  # noqa: N818 - carries the reason why a module is no FFN we can describe
@@ -238,7 +245,8 @@ class _MixesTokens(_Unfit):
 
 
 def _required_arguments(module: nn.Module) -> int:
-    parameters = inspect.signature(module.forward).parameters.values()
+    cls = getattr(type(module), "_fanfold_original", type(module))  # swapped: its class's own signature
+    _, *parameters = inspect.signature(cls.forward).parameters.values()
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
@@ -298,7 +306,10 @@ def _whole(twin: nn.Module, site: Site, generator: torch.Generator) -> Callable[
             (g,) = torch.autograd.grad(describe(d, x64, r), x64, v.double())
             return _relative(g_module, g)
 
-        return _decide(near_options, errors, gradient_error, len(options))
+        twin.train()
+        with torch.no_grad():
+            dropout = _relative(run(xs[1].clone(), rs[1]), ys[1].double()) > ALLOWED
+        return dataclasses.replace(_decide(near_options, errors, gradient_error, len(options)), dropout=dropout)
 
     return experiment
 

@@ -1,0 +1,250 @@
+"""What a swapped module is at run time: its own class with `forward` exchanged, its own parameters in place.
+
+A swapped module gets a subclass of its class, so isinstance, repr, state_dict, deepcopy and pickle go on working. Each
+call first makes sure that nothing it does not know has been put in (an adapter, a hook, a patched forward, a foreign
+tensor type, another activation module); if so it steps aside: the original forward runs, and the reason is counted.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import cpu, dispatch
+from ..layout import SEPARATE, Layout
+from ..spec import Spec
+from ..weights import Weights
+from .linears import global_hooks, matrix, pristine
+
+# Reasons that are no surprise: counted, but no warning.
+GRADIENTS = "gradients are needed"
+TRAINING = "training mode with dropout"
+AUTOCAST = "autocast is on"
+_QUIET = (GRADIENTS, TRAINING, AUTOCAST)
+
+
+class LinearState:
+    """What a swapped linear remembers: the format it was packed in, and how to undo it."""
+
+    def __init__(self, path: str, format: str | None, backend: str) -> None:
+        self.path, self.format, self.backend = path, format, backend
+        self.calls = 0
+        self.aside: Counter[str] = Counter()
+        # name -> (dtype, requires_grad, kept original or None), filled when packed
+        self.originals: dict[str, tuple[torch.dtype, bool, nn.Parameter | None]] = {}
+
+    def step_aside(self, reason: str) -> None:
+        if reason not in self.aside and reason not in _QUIET:
+            warnings.warn(f"fanfold: {self.path} runs its own code: {reason}", stacklevel=4)
+        self.aside[reason] += 1
+
+
+class FFNState(LinearState):
+    """What a swapped FFN module remembers: its description, and what it looked like when it was identified."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        spec: Spec,
+        layout: Layout,
+        roles: dict[str, str],
+        *,
+        scale: float,
+        residual: bool,
+        dropout: bool,
+        format: str | None,
+        backend: str,
+    ) -> None:
+        super().__init__(path, format, backend)
+        self.spec, self.layout, self.roles = spec, layout, roles
+        self.scale, self.residual, self.dropout = scale, residual, dropout
+        self.children = dict(module._modules)
+        self.types = {name: type(child) for name, child in self.children.items()}
+        self.attributes = _attributes(module)
+        self._key: tuple[Any, ...] = ()
+        self._weights: Weights | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_key": (), "_weights": None}  # views into this module's memory, not the copy's
+
+    def accept_changes(self, module: nn.Module) -> None:
+        """Take the children as they are now for known (after packing them)."""
+        self.types = {name: type(child) for name, child in module._modules.items()}
+
+    def objection(self, module: nn.Module, x: Any, args: tuple, kwargs: dict[str, Any]) -> str | None:
+        """Why this call must run the module's own code, or None."""
+        if type(x) is not Tensor and type(x) is not nn.Parameter:
+            return f"x is a {type(x).__name__}"
+        if kwargs or len(args) != self.residual:
+            return f"called with {len(args)} further arguments and {sorted(kwargs)}"
+        if x.shape[-1] != self.spec.d_model:
+            return f"x has shape {tuple(x.shape)}, expected (…, {self.spec.d_model})"
+        if module.training and self.dropout:
+            return TRAINING
+        if torch.is_autocast_enabled(x.device.type):
+            return AUTOCAST
+        children = module._modules
+        if len(children) != len(self.children):
+            return "its children have changed"
+        for name, child in self.children.items():
+            if children.get(name) is not child or type(child) is not self.types[name]:
+                return f"{name} was exchanged (an adapter?)"
+            if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+                return f"{name} has a hook"
+            if "forward" in child.__dict__:
+                return f"{name}.forward is patched"
+        own = module.__dict__
+        for name, value in self.attributes.items():
+            if own.get(name, self) is not value:
+                return f"attribute {name} has changed"
+        for name in self.roles.values():
+            if not pristine(children[name]):  # type: ignore[arg-type]
+                return f"{name} holds a foreign tensor type or a parametrization"
+        return "hooks on every module are registered" if global_hooks() else None
+
+    def weights(self, module: nn.Module) -> Weights:
+        """The linears' parameters as Weights: views in place, made anew only if a parameter moved."""
+        linears = {role: module._modules[name] for role, name in self.roles.items()}
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._build(linears)  # views made without grad would cut the parameters off from autograd
+        parameters = [p for linear in linears.values() for p in linear._parameters.values()]  # type: ignore[union-attr]
+        key = tuple((id(p), p.data_ptr(), p.dtype) for p in parameters if p is not None)
+        if key != self._key or self._weights is None:
+            self._key, self._weights = key, self._build(linears)
+        return self._weights
+
+    def _build(self, linears: dict[str, Any]) -> Weights:
+        down = linears["down"]
+        arrays: dict[str, Any] = {"down": matrix(down)}
+        if self.spec.down_bias:
+            arrays["down_bias"] = down.bias
+        if self.layout.order != SEPARATE:
+            fused = linears["gate_up"]
+            # matrix() has put Conv1D the right way round, so halves are rows here in either case
+            rows = Layout(order=self.layout.order)
+            arrays["gate"], arrays["up"] = rows.split(matrix(fused))
+            if self.spec.up_bias:
+                arrays["gate_bias"], arrays["up_bias"] = rows.split(fused.bias)
+        else:
+            for role in ("gate", "up") if self.spec.gated else ("up",):
+                arrays[role] = matrix(linears[role])
+                arrays[f"{role}_bias"] = linears[role].bias
+        return Weights.unchecked(self.spec, **arrays)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The instance's own public attributes (functions, flags, widths): if one is exchanged, the code may mean something
+    else."""
+    return {k: v for k, v in module.__dict__.items() if not k.startswith("_") and k != "training"}
+
+
+class Swapped:
+    """Mixin of every swapped class; `_fanfold_original` is the class it was made from."""
+
+    _fanfold_original: type[nn.Module]
+    _fanfold: LinearState
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (type(self)._fanfold_base(), self._fanfold_original), dict(self.__dict__)
+
+    @classmethod
+    def _fanfold_base(cls) -> type:
+        return SwappedFFN if issubclass(cls, SwappedFFN) else SwappedLinear
+
+
+class SwappedFFN(Swapped):
+    """forward of a module that is an FFN, through our kernels."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        state: FFNState = self._fanfold  # type: ignore[assignment]
+        compiling = torch.compiler.is_compiling()
+        reason = state.objection(self, x, args, kwargs)  # type: ignore[arg-type]
+        if reason is None:
+            weights = state.weights(self)  # type: ignore[arg-type]
+            if state.backend == "auto" and dispatch.needs_grad(x, weights):
+                reason = GRADIENTS
+            elif state.backend == "auto" and x.dtype != weights.up.dtype:
+                # Packed weights: PyTorch's ops would refuse the mixture, the packed linears would not.
+                reason = cpu.why_not(x, weights) or dispatch.slower_than_torch(x, weights.up)
+        if reason is not None:
+            if not compiling:
+                state.step_aside(reason)
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        if not compiling:
+            state.calls += 1
+        y = dispatch.ffn(x, weights, state.backend)  # type: ignore[possibly-undefined]
+        if state.scale != 1.0:
+            y = y * state.scale
+        return y + args[0] if state.residual else y
+
+
+class SwappedLinear(Swapped):
+    """forward of one linear through our kernels: for FFNs whose parts a layer's code connects, and for packed ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self._fanfold
+        weight, bias = matrix(self), self.bias  # type: ignore[attr-defined]
+        reason = self._objection(x, weight, bias)
+        if reason is None:
+            state.calls += 1
+            return dispatch.linear(x, weight, bias)
+        if not torch.compiler.is_compiling():
+            state.step_aside(reason)
+        if x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)  # type: ignore[misc]
+        return nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def _objection(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+        if torch.compiler.is_compiling():
+            return "torch.compile"
+        if torch.is_autocast_enabled(x.device.type):
+            return AUTOCAST
+        tensors = (x, weight) if bias is None else (x, weight, bias)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return GRADIENTS
+        backend = dispatch.resolve(self._fanfold.backend)
+        if backend == "torch":
+            return "backend torch"
+        reason = cpu.linear_why_not(x, weight, bias)
+        if backend == "cpu":
+            if reason is not None:
+                raise dispatch.BackendError(f"backend 'cpu' cannot run {self._fanfold.path}: {reason}")
+            return None
+        return reason or dispatch.slower_than_torch(x, weight)
+
+
+_classes: dict[tuple[type, type], type[nn.Module]] = {}
+
+
+def swapped_class(base: type, original: type[nn.Module]) -> type[nn.Module]:
+    """The swapped subclass of `original`, made once."""
+    key = (base, original)
+    if key not in _classes:
+        name = f"Fanfold{original.__name__}"
+        _classes[key] = type(name, (base, original), {"_fanfold_original": original, "__module__": __name__})
+    return _classes[key]
+
+
+def _rebuild(base: type, original: type[nn.Module]) -> nn.Module:
+    cls = swapped_class(base, original)
+    return cls.__new__(cls)
+
+
+def install(module: nn.Module, base: type, state: LinearState) -> None:
+    module.__class__ = swapped_class(base, type(module))
+    module.__dict__["_fanfold"] = state
+
+
+def uninstall(module: nn.Module) -> LinearState:
+    state: LinearState = module.__dict__.pop("_fanfold")
+    module.__class__ = type(module)._fanfold_original  # type: ignore[attr-defined]
+    return state
+
+
+def is_swapped(module: nn.Module) -> bool:
+    return isinstance(module, Swapped)
