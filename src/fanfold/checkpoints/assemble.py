@@ -194,7 +194,7 @@ def _check_shapes(
     expected = {DOWN: (d_model, d_ff), UP: (d_ff, d_model), GATE: (d_ff, d_model), FUSED: (2 * d_ff, d_model)}
     stated = [f"{name}={value}" for name, value in widths.items()]
     source = f" (config: {', '.join(stated)})" if stated else f" (from {show(down.name)} {list(down.shape)})"
-    for (role, kind), ref in parts.items():
+    for (role, kind), ref in sorted(parts.items(), key=lambda item: item[0][0] != DOWN):  # so that down is named first
         shape = expected[role] if kind == "weight" else expected[role][:1]
         if transposed and kind == "weight":
             shape = shape[::-1]
