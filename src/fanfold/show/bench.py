@@ -184,8 +184,8 @@ def show(result: dict[str, Any]) -> None:
     rows = []
     for what in before["tokens_per_s"]:
         a, b = before["tokens_per_s"][what], after["tokens_per_s"][what]
-        count = result["tokens"][what]
-        unit = f"{what}, {count} tokens, tokens/s" if what in ("prefill", "decode") else f"{what}, per second"
+        unit = f"{what}, {result['tokens'][what]} tokens" if what in ("prefill", "decode") else what
+        unit += ", per second" if what == "forward" else ", tokens/s"
         rows.append([unit, _spread(a), _spread(b), f"x {b['median'] / a['median']:.2f}"])
     rows.append(["FFN share of the time", percent(before["ffn_share"]), percent(after["ffn_share"]), ""])
     rows.append(_row("FFN bytes", before["ffn_bytes"], after["ffn_bytes"], size))

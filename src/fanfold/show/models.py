@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import logging
 import math
 import os
 import warnings
@@ -95,7 +96,7 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
     import transformers
 
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
 
 
@@ -158,7 +159,7 @@ def _gguf(path: Path, dtype: str) -> tuple[str, float]:
 
     known = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"})
     architecture = metadata.get("general.architecture")
-    if architecture not in known:
+    if not isinstance(architecture, str) or architecture not in known:
         raise ValueError(
             f"{path} holds a model of architecture {architecture!r}, which transformers cannot read from GGUF; "
             f"it reads: {', '.join(known)}"

@@ -71,9 +71,8 @@ def table(title: str, header: list[str], rows: list[list[str]], numbers: bool = 
         out.add_column(name, justify="right" if i and numbers else "left", overflow="fold")
     for row in rows:
         out.add_row(*row)
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=max(console.measure(out).maximum, 80))
+    to_terminal = sys.stdout.isatty()
+    console = Console(highlight=False, markup=False, width=None if to_terminal else 1000)
     console.print(out)
 
 
