@@ -103,8 +103,14 @@ class Lease {
 
 }  // namespace
 
-void run(const Kernels& isa, const Call& call) {
-  if (call.tokens <= 0) return;
+void run(const Kernels& isa, const Call& given) {
+  if (given.tokens <= 0) return;
+  Call call = given;
+  // A thread is worth waking for some 5 microseconds: 16 Ki weights to read, or 8 times as many multiply-adds.
+  const ptrdiff_t inputs = call.d_model * ((call.gate.data != nullptr) + (call.up.data != nullptr)) + call.d_out;
+  const double weights = static_cast<double>(inputs) * static_cast<double>(call.d_ff);
+  const double worth = weights * (call.tokens > 8 ? static_cast<double>(call.tokens) / 8 : 1.0) / 16384;
+  if (worth < call.threads) call.threads = worth < 1 ? 1 : static_cast<int>(worth);
   const Lease lease(isa.workspace(call));
   isa.run(call, lease.data());
 }
