@@ -11,7 +11,8 @@ GATE_UP = "[gate;up]"  # one matrix [2F,D]: the first F rows are gate (Phi-3)
 UP_GATE = "[up;gate]"  # one matrix [2F,D]: the first F rows are up
 GATE_UP_INTERLEAVED = "interleaved gate,up"  # rows gate 0, up 0, gate 1, up 1, …
 UP_GATE_INTERLEAVED = "interleaved up,gate"
-FUSED = (GATE_UP, UP_GATE, GATE_UP_INTERLEAVED, UP_GATE_INTERLEAVED)
+INTERLEAVED = (GATE_UP_INTERLEAVED, UP_GATE_INTERLEAVED)
+FUSED = (GATE_UP, UP_GATE, *INTERLEAVED)
 
 
 @dataclass(frozen=True, kw_only=True)

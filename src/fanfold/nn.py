@@ -95,7 +95,7 @@ class FeedForward(nn.Module):
                 raise dispatch.BackendError("backend 'cpu' cannot run this call: dropout is active (training mode)")
             return torch_ops.forward(x, self.weights(), training=self.training)
         weights = self.weights()
-        if torch.is_autocast_enabled(x.device.type):
+        if torch_ops.autocast_on(x):
             if backend == "auto":
                 return torch_ops.forward(x, weights)
             dtype = torch.get_autocast_dtype(x.device.type)

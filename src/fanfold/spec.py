@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class Spec:
             raise ValueError(f"up_offset={self.up_offset!r}: expected a finite number")
         if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
             raise ValueError(f"dropout={self.dropout!r}: expected 0 <= dropout < 1")
+        set_(self, "_json", json.dumps(self.to_dict()))  # made once: operators carry it in each call
 
     def _checked_params(self, act: activations.Activation) -> tuple[tuple[str, float], ...]:
         given: dict[str, float] = dict(self.activation_params)
@@ -122,6 +124,10 @@ class Spec:
         out = dataclasses.asdict(self)
         out["activation_params"] = dict(self.activation_params)
         return out
+
+    def to_json(self) -> str:
+        """`to_dict` as one line of JSON."""
+        return self._json  # type: ignore[attr-defined]
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Spec:

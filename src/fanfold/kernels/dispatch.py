@@ -55,7 +55,7 @@ def needs_grad(x: Tensor, weights: Weights) -> bool:
     """Whether autograd would record this call."""
     if not torch.is_grad_enabled():
         return False
-    return x.requires_grad or any(value.requires_grad for _, value in weights.items())
+    return any(getattr(t, "requires_grad", False) for t in (x, *(value for _, value in weights.items())))
 
 
 def _auto_objection(x: Tensor, weights: Weights) -> str | None:

@@ -21,11 +21,6 @@ def _spec(text: str) -> Spec:
     return Spec.from_dict(json.loads(text))
 
 
-@functools.lru_cache(maxsize=256)
-def _text(spec: Spec) -> str:
-    return json.dumps(spec.to_dict())
-
-
 def _weights(spec: str, tensors: list[Tensor | None]) -> Weights:
     return Weights.unchecked(_spec(spec), **dict(zip(_NAMES, tensors)))
 
@@ -83,4 +78,4 @@ _ffn.register_autograd(_backward, setup_context=_setup_context)
 def apply(x: Tensor, weights: Weights, backend: str) -> Tensor:
     """`dispatch.ffn` as the operator torch.ops.fanfold.ffn: opaque to torch.compile, differentiable."""
     tensors = [getattr(weights, name) for name in _NAMES]
-    return torch.ops.fanfold.ffn(x, *tensors, _text(weights.spec), backend)
+    return torch.ops.fanfold.ffn(x, *tensors, weights.spec.to_json(), backend)

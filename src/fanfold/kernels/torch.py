@@ -41,6 +41,11 @@ def forward(x: Tensor, weights: Weights, training: bool = False) -> Tensor:
     return F.linear(m, weights.down, weights.down_bias)
 
 
+def autocast_on(x: Tensor) -> bool:
+    """Whether autocast is on for x's device (the meta device has none and must not be asked)."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 def why_not(x: Tensor, weights: Weights) -> str | None:
     """None if this backend can run, else the reason."""
     if not isinstance(weights.up, Tensor):
@@ -49,6 +54,6 @@ def why_not(x: Tensor, weights: Weights) -> str | None:
         return f"x is {type(x).__name__}, not a torch tensor"
     if x.device != weights.up.device:
         return f"x is on {x.device}, the weights on {weights.up.device}"
-    if x.dtype != weights.up.dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype != weights.up.dtype and not autocast_on(x):
         return f"x is {x.dtype}, the weights {weights.up.dtype}"
     return None

@@ -295,7 +295,7 @@ def _whole(twin: nn.Module, site: Site, generator: torch.Generator) -> Callable[
 
             near = sorted(((screen(d), i) for i, d in enumerate(options)))[:6]
             near_options = [options[i] for _, i in near]
-            near_options += list(_rescued(near_options[0], ys[1], lambda d: describe(d, xs[1], rs[1]), last))
+            near_options += [r for d in near_options for r in _rescued(d, ys[1], lambda d: describe(d, xs[1], rs[1]), last)]
             errors = [max(_relative(y, describe(d, x, r)) for x, y, r in zip(xs, ys, rs)) for d in near_options]
         x, r = xs[1].clone().requires_grad_(), rs[1]
         v = torch.randn(x.shape, generator=generator).to(x)
@@ -331,11 +331,11 @@ def _double(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.double()
 
 
-def _rescued(best: Description, y: Tensor, compute: Callable[[Description], Tensor], last: Any) -> Iterator[Description]:
-    """The best description with its output scaled, and without down's bias: what the shapes alone cannot tell."""
-    variants = [best]
+def _rescued(near: Description, y: Tensor, compute: Callable[[Description], Tensor], last: Any) -> Iterator[Description]:
+    """A near description with its output scaled, and without down's bias: what the shapes alone cannot tell."""
+    variants = [near]
     if last.bias is not None:
-        variants.append(dataclasses.replace(best, spec=dataclasses.replace(best.spec, down_bias=False)))
+        variants.append(dataclasses.replace(near, spec=dataclasses.replace(near.spec, down_bias=False)))
         yield variants[-1]
     for d in variants:
         truth = compute(d)

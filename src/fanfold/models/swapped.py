@@ -7,6 +7,7 @@ tensor type, another activation module); if so it steps aside: the original forw
 
 from __future__ import annotations
 
+import copyreg
 import warnings
 from collections import Counter
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import cpu, dispatch
-from ..layout import SEPARATE, Layout
+from ..kernels import torch as torch_ops
+from ..layout import INTERLEAVED, SEPARATE, Layout
 from ..spec import Spec
 from ..weights import Weights
 from .linears import global_hooks, matrix, pristine
@@ -86,7 +88,7 @@ class FFNState(LinearState):
             return f"x has shape {tuple(x.shape)}, expected (…, {self.spec.d_model})"
         if module.training and self.dropout:
             return TRAINING
-        if torch.is_autocast_enabled(x.device.type):
+        if torch_ops.autocast_on(x):
             return AUTOCAST
         children = module._modules
         if len(children) != len(self.children):
@@ -115,8 +117,16 @@ class FFNState(LinearState):
         parameters = [p for linear in linears.values() for p in linear._parameters.values()]  # type: ignore[union-attr]
         key = tuple((id(p), p.data_ptr(), p.dtype) for p in parameters if p is not None)
         if key != self._key or self._weights is None:
-            self._key, self._weights = key, self._build(linears)
+            weights = self._build(linears)
+            if self._copies_biases:
+                return weights
+            self._key, self._weights = key, weights
         return self._weights
+
+    @property
+    def _copies_biases(self) -> bool:
+        """Interleaved biases have stride 2, which the kernels do not read: they are copied anew for each call."""
+        return self.layout.order in INTERLEAVED and self.spec.up_bias
 
     def _build(self, linears: dict[str, Any]) -> Weights:
         down = linears["down"]
@@ -129,7 +139,7 @@ class FFNState(LinearState):
             rows = Layout(order=self.layout.order)
             arrays["gate"], arrays["up"] = rows.split(matrix(fused))
             if self.spec.up_bias:
-                arrays["gate_bias"], arrays["up_bias"] = rows.split(fused.bias)
+                arrays["gate_bias"], arrays["up_bias"] = (b.contiguous() for b in rows.split(fused.bias))
         else:
             for role in ("gate", "up") if self.spec.gated else ("up",):
                 arrays[role] = matrix(linears[role])
@@ -148,13 +158,6 @@ class Swapped:
 
     _fanfold_original: type[nn.Module]
     _fanfold: LinearState
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (type(self)._fanfold_base(), self._fanfold_original), dict(self.__dict__)
-
-    @classmethod
-    def _fanfold_base(cls) -> type:
-        return SwappedFFN if issubclass(cls, SwappedFFN) else SwappedLinear
 
 
 class SwappedFFN(Swapped):
@@ -195,14 +198,14 @@ class SwappedLinear(Swapped):
             return dispatch.linear(x, weight, bias)
         if not torch.compiler.is_compiling():
             state.step_aside(reason)
-        if x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type):
+        if x.dtype == weight.dtype or torch_ops.autocast_on(x):
             return super().forward(x)  # type: ignore[misc]
         return nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def _objection(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
         if torch.compiler.is_compiling():
             return "torch.compile"
-        if torch.is_autocast_enabled(x.device.type):
+        if torch_ops.autocast_on(x):
             return AUTOCAST
         tensors = (x, weight) if bias is None else (x, weight, bias)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -218,6 +221,10 @@ class SwappedLinear(Swapped):
         return reason or dispatch.slower_than_torch(x, weight)
 
 
+class _SwappedType(type):
+    """The type of swapped classes, so that pickle can make them again instead of looking them up by name."""
+
+
 _classes: dict[tuple[type, type], type[nn.Module]] = {}
 
 
@@ -225,14 +232,16 @@ def swapped_class(base: type, original: type[nn.Module]) -> type[nn.Module]:
     """The swapped subclass of `original`, made once."""
     key = (base, original)
     if key not in _classes:
-        name = f"Fanfold{original.__name__}"
-        _classes[key] = type(name, (base, original), {"_fanfold_original": original, "__module__": __name__})
+        own = type(original)
+        meta = _SwappedType if own is type else type("_SwappedType", (_SwappedType, own), {})
+        copyreg.pickle(meta, _reduce_class)  # type: ignore[arg-type]
+        body = {"_fanfold_original": original, "_fanfold_base": base, "__module__": __name__}
+        _classes[key] = meta(f"Fanfold{original.__name__}", (base, original), body)
     return _classes[key]
 
 
-def _rebuild(base: type, original: type[nn.Module]) -> nn.Module:
-    cls = swapped_class(base, original)
-    return cls.__new__(cls)
+def _reduce_class(cls: Any) -> tuple[Any, ...]:
+    return swapped_class, (cls._fanfold_base, cls._fanfold_original)
 
 
 def install(module: nn.Module, base: type, state: LinearState) -> None:
