@@ -5,6 +5,8 @@ constexpr int kFewTokens = 8;     // above it the panel form is faster (measured
 constexpr int kFewChunk = 512;    // most outputs of one task
 constexpr int kFewMinChunk = 16;  // fewest
 
+constexpr ptrdiff_t kAheadRows = 8;  // how far memory is asked for in advance
+
 // Rows at once: as many accumulators as the registers hold, and several streams of memory reads.
 constexpr int dot_rows_for(int tokens) {
   return W == 16 ? (tokens <= 2 ? 8 : tokens <= 6 ? 4 : 2) : (tokens == 1 ? 8 : tokens <= 3 ? 4 : tokens <= 6 ? 2 : 1);
@@ -57,7 +59,7 @@ static void dot(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, const float* x, ptrd
                 ptrdiff_t ldo) {
   constexpr int R = dot_rows_for(T);
   const WT* const w = (const WT*)m.data;
-  const ptrdiff_t ahead = R * m.stride * (ptrdiff_t)sizeof(WT);
+  const ptrdiff_t ahead = (R < kAheadRows ? kAheadRows : R) * m.stride * (ptrdiff_t)sizeof(WT);
   for (ptrdiff_t i = 0; i < n; i += R) {
     const WT* rows[R];
     float found[T * R];

@@ -11,19 +11,33 @@ constexpr ptrdiff_t kTileFloats = MR * kRowPitch > kInputs* kColPitch ? MR * kRo
 constexpr ptrdiff_t kBlockTokens = 256;  // tokens whose inputs (kInputs of them) fit L2
 constexpr ptrdiff_t kMaxTiles = 8;       // of one task
 
+// The memory of the next tile, asked for while this one is multiplied: `rows` lines for each kChunk inputs.
+struct Hint {
+  uintptr_t at = 0;
+  ptrdiff_t rows = 0, row_bytes = 0, chunk_bytes = 0;
+};
+constexpr ptrdiff_t kChunk = 16;
+
 // c[MR][NR] (+)= tile * panel; V of the panel's NV vectors.
 template <int V, bool Transposed>
-static void micro(const float* a, const float* b, ptrdiff_t kc, float* c, bool first) {
+static void micro(const float* a, const float* b, ptrdiff_t kc, float* c, bool first, Hint hint) {
   vf acc[MR][V] = {};
-  for (ptrdiff_t k = 0; k < kc; ++k) {
-    vf in[V];
+  for (ptrdiff_t k0 = 0; k0 < kc; k0 += kChunk) {
+    for (ptrdiff_t i = 0; i < hint.rows; ++i) {
+      __builtin_prefetch((const void*)(hint.at + (uintptr_t)(i * hint.row_bytes)), 0, 2);
+    }
+    hint.at += (uintptr_t)hint.chunk_bytes;
+    const ptrdiff_t k1 = imin(kc, k0 + kChunk);
+    for (ptrdiff_t k = k0; k < k1; ++k) {
+      vf in[V];
 #pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) in[v] = load(b + k * NR + v * W);
+      for (int v = 0; v < V; ++v) in[v] = load(b + k * NR + v * W);
 #pragma GCC unroll 16
-    for (int r = 0; r < MR; ++r) {
-      const float w = Transposed ? a[k * kColPitch + r] : a[r * kRowPitch + k];
+      for (int r = 0; r < MR; ++r) {
+        const float w = Transposed ? a[k * kColPitch + r] : a[r * kRowPitch + k];
 #pragma GCC unroll 2
-      for (int v = 0; v < V; ++v) acc[r][v] += in[v] * w;
+        for (int v = 0; v < V; ++v) acc[r][v] += in[v] * w;
+      }
     }
   }
 #pragma GCC unroll 16
@@ -116,30 +130,42 @@ static void pack_inputs(const Call& c, ptrdiff_t first, ptrdiff_t tokens, ptrdif
   pack_tokens((const uint16_t*)c.x + at, c.x_stride, nt, k0, k1, panel);
 }
 
-// A task's products: c holds [tiles][panels][MR][NR] for each matrix. The order of the sum over the inputs is fixed by
-// K alone.
+template <class WT>
+static Hint hint_at(const Matrix& m, ptrdiff_t n0, ptrdiff_t k0) {
+  Hint h;
+  h.row_bytes = m.stride * (ptrdiff_t)sizeof(WT);
+  h.rows = m.transposed ? kChunk : MR;
+  h.chunk_bytes = kChunk * (m.transposed ? h.row_bytes : (ptrdiff_t)sizeof(WT));
+  h.at = (uintptr_t)m.data + (uintptr_t)((m.transposed ? k0 * m.stride + n0 : n0 * m.stride + k0) * (ptrdiff_t)sizeof(WT));
+  return h;
+}
+
+// The products of one task for one or two matrices: out[] hold [tiles][panels][MR][NR]. The order of the sum over the
+// inputs is fixed by K alone.
 template <class WT>
 static void panel_product(const Matrix* const (&matrices)[2], float* const (&out)[2], ptrdiff_t n0, ptrdiff_t n,
                           ptrdiff_t N, const float* in, ptrdiff_t K, ptrdiff_t tokens, ptrdiff_t panels, float* tile) {
+  const ptrdiff_t count = matrices[1] != nullptr ? 2 : 1;
   const ptrdiff_t blocks = div_up(K, kInputs), step = round_up(div_up(K, blocks), W);
-  for (ptrdiff_t k0 = 0; k0 < K; k0 += step) {
-    const ptrdiff_t kc = imin(step, K - k0);
-    for (ptrdiff_t i = 0; i < n; i += MR) {
-      for (int which = 0; which < 2; ++which) {
-        const Matrix* const m = matrices[which];
-        if (m == nullptr) continue;
-        pack_tile<WT>(*m, n0 + i, imin(MR, n - i), N, k0, kc, tile);
-        for (ptrdiff_t p = 0; p * NR < tokens; ++p) {
-          const float* const b = in + (p * K + k0) * NR;
-          float* const c = out[which] + (i / MR * panels + p) * MR * NR;
-          const bool one = tokens - p * NR <= W;
-          if (m->transposed) {
-            one ? micro<1, true>(tile, b, kc, c, k0 == 0) : micro<NV, true>(tile, b, kc, c, k0 == 0);
-          } else {
-            one ? micro<1, false>(tile, b, kc, c, k0 == 0) : micro<NV, false>(tile, b, kc, c, k0 == 0);
-          }
-        }
+  const ptrdiff_t tiles = div_up(n, MR) * count, all = div_up(K, step) * tiles;
+  for (ptrdiff_t s = 0; s < all; ++s) {
+    const auto inputs = [=](ptrdiff_t q) { return q / tiles * step; };
+    const auto row = [=](ptrdiff_t q) { return q % tiles / count * MR; };
+    const ptrdiff_t k0 = inputs(s), kc = imin(step, K - k0), i = row(s), which = s % count;
+    const Matrix& m = *matrices[which];
+    pack_tile<WT>(m, n0 + i, imin(MR, n - i), N, k0, kc, tile);
+    Hint hint;
+    if (s + 1 < all) hint = hint_at<WT>(*matrices[(s + 1) % count], n0 + row(s + 1), inputs(s + 1));
+    for (ptrdiff_t p = 0; p * NR < tokens; ++p) {
+      const float* const b = in + (p * K + k0) * NR;
+      float* const c = out[which] + (i / MR * panels + p) * MR * NR;
+      const bool one = tokens - p * NR <= W;
+      if (m.transposed) {
+        one ? micro<1, true>(tile, b, kc, c, k0 == 0, hint) : micro<NV, true>(tile, b, kc, c, k0 == 0, hint);
+      } else {
+        one ? micro<1, false>(tile, b, kc, c, k0 == 0, hint) : micro<NV, false>(tile, b, kc, c, k0 == 0, hint);
       }
+      hint = Hint();
     }
   }
 }
@@ -162,7 +188,7 @@ static void panel_up(const Call& c, const PanelPlan& p, const float* x, float* m
   const bool gated = c.gate.data != nullptr;
   float* const up = own + kTileFloats;
   float* const gate = up + p.up_tiles * MR * p.block;
-  panel_product<WT>({gated ? &c.gate : nullptr, &c.up}, {gate, up}, f0, n, c.d_ff, x, c.d_model, tokens, panels, own);
+  panel_product<WT>({&c.up, gated ? &c.gate : nullptr}, {up, gate}, f0, n, c.d_ff, x, c.d_model, tokens, panels, own);
   if (gated) add_bias(c.gate.bias, c.w_dtype, f0, n, panels, gate);
   add_bias(c.up.bias, c.w_dtype, f0, n, panels, up);
   const float* const done = combine(c, gate, up, div_up(n, MR) * panels * MR * NR);
