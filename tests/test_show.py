@@ -394,7 +394,7 @@ def test_doctor_puts_the_environment_back(monkeypatch):
 
 
 def test_doctor_fails_when_a_kernel_is_wrong(monkeypatch):
-    monkeypatch.setattr(doctor, "_ratio", lambda backend, dtype, tokens: 3.0 if backend == "torch" else 0.5)
+    monkeypatch.setattr(doctor, "_ratio", lambda backend, *_: 3.0 if backend == "torch" else 0.5)
     assert fails("doctor") == "the self-test failed: torch  float32; torch  bfloat16"
 
 
