@@ -65,6 +65,7 @@ def _equal(weights: Any, tensors: dict[str, torch.Tensor]) -> bool:
         ),
         ({"model.layers.0.mlp.shared_expert.up_proj.weight": torch.zeros(F, D)}, ("mixture of experts",)),
         ({"model.layers.0.block_sparse_moe.gate.weight": torch.zeros(F, D)}, ("mixture of experts",)),
+        ({"module." + _up(): torch.zeros(F, D)}, ("the same without wrappers",)),
         ({"_orig_mod." + _up(): torch.zeros(F, D)}, ("the same without wrappers",)),
         ({_up(): torch.zeros(F, D, dtype=torch.int8)}, ("up_proj.weight", "format I8", "BF16")),
         ({_up(): torch.zeros(F, D + 1)}, ("up_proj.weight", f"[{F}, {D + 1}]", f"expected [{F}, {D}]", "down_proj")),
@@ -90,6 +91,12 @@ def test_missing_projection_is_named(projection: str, tmp_path: Path) -> None:
     del tensors[gone]
     save_file(tensors, tmp_path / "x.safetensors")
     _refused(tmp_path / "x.safetensors", f"layer 1 has no {projection} projection", gone)
+
+
+def test_a_bias_needs_its_weight(tmp_path: Path) -> None:
+    tensors = {n.replace("gate_proj.weight", "gate_proj.bias"): t for n, t in _tensors().items()}
+    save_file(tensors, tmp_path / "x.safetensors")
+    _refused(tmp_path / "x.safetensors", "layer 0 has no gate projection", "mlp.gate_proj.weight")
 
 
 def test_layers_must_share_d_model(tmp_path: Path) -> None:
@@ -120,7 +127,9 @@ def test_wrappers_are_stripped(prefix: str, tmp_path: Path) -> None:
 def test_several_stacks(tmp_path: Path) -> None:
     tensors = {**_tensors(root="model.text."), **_tensors(root="model.image.inner.")}
     save_file(tensors, tmp_path / "x.safetensors")
-    assert list(load(tmp_path / "x.safetensors", activation="silu").ffns) == ["image.inner.0", "text.0"]
+    checkpoint = load(tmp_path / "x.safetensors", activation="silu")
+    assert list(checkpoint.ffns) == ["image.inner.0", "text.0"]
+    assert any("all 2 stacks" in note for note in checkpoint.notes)
 
 
 # Folders -------------------------------------------------------------------------------------------------------------

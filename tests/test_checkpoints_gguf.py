@@ -99,17 +99,10 @@ def test_unread_format_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arch", "gated", "activation"),
     [
-        ("llama", True, "silu"),
-        ("qwen2", True, "silu"),
-        ("qwen3", True, "silu"),
-        ("gemma", True, "gelu_tanh"),
-        ("gemma2", True, "gelu_tanh"),
-        ("gemma3", True, "gelu_tanh"),
-        ("gpt2", False, "gelu_tanh"),
-        ("phi2", False, "gelu_tanh"),
-        ("bloom", False, "gelu_tanh"),
-        ("falcon", False, "gelu_erf"),
-        ("bert", False, "gelu_erf"),
+        *[(arch, True, "silu") for arch in ("llama", "qwen2", "qwen3")],
+        *[(arch, True, "gelu_tanh") for arch in ("gemma", "gemma2", "gemma3")],
+        *[(arch, False, "gelu_tanh") for arch in ("gpt2", "phi2", "bloom")],
+        *[(arch, False, "gelu_erf") for arch in ("falcon", "bert")],
         ("nemotron", False, "relu2"),
     ],
 )

@@ -78,6 +78,7 @@ def test_data_may_begin_anywhere(shift: int, dtype: torch.dtype, tmp_path: Path)
     path = _raw(tmp_path / "x.safetensors", text + b" " * shift, data)
     weights = load(path, activation="silu").ffns[0]
     assert weights.up.dtype == dtype
+    assert all(value.data_ptr() % dtype.itemsize == 0 for _, value in weights.items())
     assert _equal(weights, tensors)
 
 
@@ -119,6 +120,7 @@ _GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"w": {**_GOOD, "shape": [2**62 + 2, 4]}}, bytes(8), ("tensor 'w'", "2^63")),  # 4 * this is 8 modulo 2^64
         ({"w": {**_GOOD, "shape": [2**70]}}, bytes(8), ("tensor 'w'", "2^63")),
         ({"w": {**_GOOD, "shape": [2**60] * 40000}}, bytes(8), ("tensor 'w'", "2^63")),
+        ({"w": {**_GOOD, "shape": [1]}}, bytes(8), ("tensor 'w'", "hold 8 bytes, expected 4")),
         ({"w": {**_GOOD, "shape": [3]}}, bytes(8), ("tensor 'w'", "hold 8 bytes, expected 12")),
         ({"w": {**_GOOD, "data_offsets": [0, 9]}}, bytes(8), ("tensor 'w'", "[0, 9]", "<= 8")),
         ({"w": {**_GOOD, "data_offsets": [8, 0]}}, bytes(8), ("tensor 'w'", "[8, 0]")),

@@ -54,9 +54,8 @@ def group(path: Path, refs: Mapping[str, TensorRef], rules: Iterable[Rule]) -> t
         else:
             _put(path, groups, at, ref)
     if not groups:
-        raise CheckpointError(
-            f"{path}: none of its {len(refs)} tensors ({some(refs)}) has a name that the table knows as an FFN's"
-        )
+        names = f" ({some(refs)})" if refs else ""
+        raise CheckpointError(f"{path}: none of its {len(refs)} tensors{names} has the name of an FFN's in the table")
     notes = [f"{n_other} of {len(refs)} tensors are not part of an FFN"]
     if n_wrapped:
         notes.append(f"wrapper names (_orig_mod, module, …) were removed from {n_wrapped} tensors' names")

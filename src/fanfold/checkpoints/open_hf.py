@@ -18,7 +18,7 @@ from .config import (
     choose,
     stated,
 )
-from .errors import CheckpointError
+from .errors import CheckpointError, some
 from .folder import Found
 from .names import HF_RULES
 
@@ -34,6 +34,9 @@ def open_hf(found: Found, activation: str | None) -> tuple[dict[Key, FFN], dict[
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     notes = [f"activation {choice.activation}: {choice.reason}", *found.notes, *notes]
+    roots = list(dict.fromkeys(root for root, _ in groups))
+    if activation is not None and len(roots) > 1:  # a language and a vision tower may differ in it
+        notes.append(f"the activation passed is taken for all {len(roots)} stacks: {some(roots)}")
     widths = assemble.Widths(config, where, (family or UNKNOWN).d_model, (family or UNKNOWN).d_ff)
     conv1d = family.conv1d if family else None
     ffns = {

@@ -103,14 +103,14 @@ class TensorRef:
 
 
 def check_places(path: Path, refs: list[TensorRef], begin: int, end: int, align: int = 1) -> None:
-    """Raise CheckpointError unless `refs` fill begin … end (bytes) without overlap and without holes.
+    """Raise CheckpointError unless `refs` fill begin … end (bytes, begin aligned) without overlap and without holes.
 
     Each tensor must begin where the one before it ends, rounded up to `align`; the last may be padded to `align`.
     Bytes that belong to no tensor are a mistake of the writer or hidden data, and are refused.
     """
 
     def padded(position: int) -> int:
-        return begin + -(-(position - begin) // align) * align
+        return -(-position // align) * align
 
     position, before = begin, "the header"
     for ref in sorted(refs, key=lambda r: (r.start, r.nbytes)):
