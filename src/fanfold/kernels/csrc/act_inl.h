@@ -100,7 +100,7 @@ INL vf gelu_tanh(vf x) {  // (1 + tanh u) / 2 = sigmoid(2 u)
 }
 
 INL vf gelu_erf(vf x) {
-// x Phi(x); Phi(-a) = exp(-a^2 / 2) P(a), P(a) = erfcx(a / sqrt 2) / 2 = p(t) / (a + 3), t = (a - 3) / (a + 3):
+  // x Phi(x); Phi(-a) = exp(-a^2 / 2) P(a), P(a) = erfcx(a / sqrt 2) / 2 = p(t) / (a + 3), t = (a - 3) / (a + 3):
   // the quotient takes P's decay, so that the polynomial's terms do not cancel.
   const vf a = at_most(vabs(x), 16.0f);
   const vf inverse = 1.0f / (a + 3.0f);

@@ -1,72 +1,146 @@
 // The form for few tokens (decode): memory bandwidth is all that counts, so each weight is read once, in place, and
 // multiplied with every token while it is in a register. Inputs are float32 rows [tokens][ldx], padded with zeros.
 
-constexpr int kFewTokens = 8;     // above it the panel form is faster (measured)
-constexpr int kFewChunk = 512;    // most outputs of one task
-constexpr int kFewMinChunk = 16;  // fewest
+constexpr int kFewTokens = 16;                // above it the panel form is faster (measured)
+constexpr int kGroup = 8;                     // most tokens whose sums fit the registers
+constexpr ptrdiff_t kFewChunk = 480;          // most outputs of one task
+constexpr ptrdiff_t kRowBlock = 24;           // a multiple of every dot_rows_for
+constexpr ptrdiff_t kAheadRows = 8;           // how far memory is asked for in advance
+constexpr ptrdiff_t kInputBytes = 24 * 1024;  // of all tokens' inputs in use at once: they stay in L1
 
-constexpr ptrdiff_t kAheadRows = 8;  // how far memory is asked for in advance
-
-// Rows at once: as many accumulators as the registers hold, and several streams of memory reads.
+// Rows at once: as many accumulators as the registers hold beside one input and one weight of each row.
 constexpr int dot_rows_for(int tokens) {
-  return W == 16 ? (tokens <= 2 ? 8 : tokens <= 6 ? 4 : 2) : (tokens == 1 ? 8 : tokens <= 3 ? 4 : tokens <= 6 ? 2 : 1);
+  return W == 16 ? (tokens <= 2   ? 8
+                    : tokens == 3 ? 6
+                    : tokens <= 6 ? 4
+                                  : 3)
+                 : (tokens == 1   ? 8
+                    : tokens == 2 ? 4
+                    : tokens <= 4 ? 3
+                    : tokens <= 6 ? 2
+                                  : 1);
 }
 
 template <int R, int T, class WT>
 INL void dot_step(vf (&acc)[R][T], const WT* const (&rows)[R], ptrdiff_t k, const float* x, ptrdiff_t ldx) {
+  vf w[R];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    vf a, b;
-    load_pair(rows[r] + k, a, b);
+  for (int r = 0; r < R; ++r) w[r] = load_first(rows[r] + k);
 #pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) acc[r][t] += a * load(x + t * ldx);
+  for (int t = 0; t < T; ++t) {
+    const vf in = load(x + t * ldx);
 #pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) acc[r][t] += b * load(x + t * ldx + W);
+    for (int r = 0; r < R; ++r) acc[r][t] += w[r] * in;
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) w[r] = load_second(rows[r] + k);
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t) {
+    const vf in = load(x + t * ldx + W);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) acc[r][t] += w[r] * in;
   }
 }
 
-// out[t * ldo + r] = dot(rows[r], x[t]).
+// sums[r * T + t] (+)= the products of inputs [k0, k1) of rows[r] and x[t], a vector of partial sums each.
 template <int R, int T, class WT>
-static void dot_block(const WT* const (&rows)[R], ptrdiff_t ahead, const float* x, ptrdiff_t ldx, ptrdiff_t K,
-                      float* out, ptrdiff_t ldo) {
-  vf acc[R][T] = {};
-  const ptrdiff_t whole = K - K % (2 * W);
-  for (ptrdiff_t k = 0; k < whole; k += 2 * W) {
+INL void dot_block(const WT* const (&rows)[R], ptrdiff_t ahead, const float* x, ptrdiff_t ldx, ptrdiff_t k0,
+                   ptrdiff_t k1, float* sums) {
+  vf acc[R][T];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {  // the hardware's prefetchers start anew with each row; a hint may point anywhere
-      const uintptr_t next = (uintptr_t)(rows[r] + k) + (uintptr_t)ahead;
-      __builtin_prefetch((const void*)next, 0, 2);
-      if (sizeof(WT) * 2 * W > 64) __builtin_prefetch((const void*)(next + 64), 0, 2);
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) acc[r][t] = k0 == 0 ? vf{} : load(sums + (r * T + t) * W);
+  }
+  const ptrdiff_t whole = k1 - k1 % (2 * W);
+  for (ptrdiff_t k = k0; k < whole; k += 2 * W) {
+    if (ahead != 0) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {  // the hardware's prefetchers start anew with each row; a hint may point anywhere
+        const uintptr_t next = (uintptr_t)(rows[r] + k) + (uintptr_t)ahead;
+        __builtin_prefetch((const void*)next, 0, 2);
+        if (sizeof(WT) * 2 * W > 64) __builtin_prefetch((const void*)(next + 64), 0, 2);
+      }
     }
     dot_step<R, T>(acc, rows, k, x + k, ldx);
   }
-  if (whole < K) {  // copies, because reading on past the last row's end could fault
+  if (whole < k1) {  // copies, because reading on past the last row's end could fault
     WT tail[R][2 * W] = {};
     const WT* tails[R];
     for (int r = 0; r < R; ++r) {
-      for (ptrdiff_t k = whole; k < K; ++k) tail[r][k - whole] = rows[r][k];
+      for (ptrdiff_t k = whole; k < k1; ++k) tail[r][k - whole] = rows[r][k];
       tails[r] = tail[r];
     }
     dot_step<R, T>(acc, tails, 0, x + whole, ldx);
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    for (int t = 0; t < T; ++t) out[t * ldo + r] = sum(acc[r][t]);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) store(sums + (r * T + t) * W, acc[r][t]);
   }
 }
 
+// n rows x T tokens; sums  [n rounded up to R][T][W].
 template <int T, class WT>
-static void dot(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, const float* x, ptrdiff_t ldx, ptrdiff_t K, float* out,
-                ptrdiff_t ldo) {
+static void dot_rows(const WT* w, ptrdiff_t stride, ptrdiff_t n, ptrdiff_t ahead, const float* x, ptrdiff_t ldx,
+                     ptrdiff_t k0, ptrdiff_t k1, float* sums) {
   constexpr int R = dot_rows_for(T);
-  const WT* const w = (const WT*)m.data;
-  const ptrdiff_t ahead = (R < kAheadRows ? kAheadRows : R) * m.stride * (ptrdiff_t)sizeof(WT);
   for (ptrdiff_t i = 0; i < n; i += R) {
     const WT* rows[R];
-    float found[T * R];
-    for (int r = 0; r < R; ++r) rows[r] = w + (n0 + imin(i + r, n - 1)) * m.stride;  // the last row again, unused
-    dot_block<R, T>(rows, ahead, x, ldx, K, found, R);
-    for (int t = 0; t < T; ++t) {
-      for (ptrdiff_t r = 0; r < imin(R, n - i); ++r) out[t * ldo + i + r] = found[t * R + r];
+    for (int r = 0; r < R; ++r) rows[r] = w + imin(i + r, n - 1) * stride;  // the last row again, its sums unused
+    dot_block<R, T>(rows, ahead, x, ldx, k0, k1, sums + i * T * W);
+  }
+}
+
+template <class WT>
+static void dot_group(ptrdiff_t tokens, const WT* w, ptrdiff_t stride, ptrdiff_t n, ptrdiff_t ahead, const float* x,
+                      ptrdiff_t ldx, ptrdiff_t k0, ptrdiff_t k1, float* sums) {
+  switch (tokens) {
+    case 1:
+      return dot_rows<1>(w, stride, n, ahead, x, ldx, k0, k1, sums);
+    case 2:
+      return dot_rows<2>(w, stride, n, ahead, x, ldx, k0, k1, sums);
+    case 3:
+      return dot_rows<3>(w, stride, n, ahead, x, ldx, k0, k1, sums);
+    case 4:
+      return dot_rows<4>(w, stride, n, ahead, x, ldx, k0, k1, sums);
+    case 5:
+      return dot_rows<5>(w, stride, n, ahead, x, ldx, k0, k1, sums);
+    case 6:
+      return dot_rows<6>(w, stride, n, ahead, x, ldx, k0, k1, sums);
+    case 7:
+      return dot_rows<7>(w, stride, n, ahead, x, ldx, k0, k1, sums);
+    default:
+      return dot_rows<8>(w, stride, n, ahead, x, ldx, k0, k1, sums);
+  }
+}
+
+// Rows [n0, n0 + n) in blocks; within one, inputs in blocks that keep x in L1; within that, tokens in even groups.
+template <class WT>
+static void dot(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, const float* x, ptrdiff_t ldx, ptrdiff_t K,
+                ptrdiff_t tokens, float* out, ptrdiff_t ldo) {
+  float sums[kRowBlock * kFewTokens * W];
+  const ptrdiff_t fitting = kInputBytes / (ptrdiff_t)sizeof(float) / tokens;
+  const ptrdiff_t step = fitting >= K ? K : fitting - fitting % (2 * W);
+  const ptrdiff_t groups = div_up(tokens, kGroup);
+  const ptrdiff_t ahead = kAheadRows * m.stride * (ptrdiff_t)sizeof(WT);
+  for (ptrdiff_t i = 0; i < n; i += kRowBlock) {
+    const WT* const w = (const WT*)m.data + (n0 + i) * m.stride;
+    const ptrdiff_t rows = imin(kRowBlock, n - i);
+    for (ptrdiff_t k0 = 0; k0 < K; k0 += step) {
+      for (ptrdiff_t g = 0; g < groups; ++g) {
+        const ptrdiff_t t0 = tokens * g / groups, t1 = tokens * (g + 1) / groups;
+        dot_group(t1 - t0, w, m.stride, rows, g == 0 ? ahead : 0, x + t0 * ldx, ldx, k0, imin(K, k0 + step),
+                  sums + t0 * kRowBlock * W);
+      }
+    }
+    for (ptrdiff_t g = 0; g < groups; ++g) {
+      const ptrdiff_t t0 = tokens * g / groups, T = tokens * (g + 1) / groups - t0;
+      for (ptrdiff_t r = 0; r < rows; ++r) {
+        for (ptrdiff_t t = 0; t < T; ++t) {
+          out[(t0 + t) * ldo + i + r] = sum(load(sums + (t0 * kRowBlock + r * T + t) * W));
+        }
+      }
     }
   }
 }
@@ -105,24 +179,7 @@ template <class WT>
 static void few_product(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, const float* x, ptrdiff_t ldx, ptrdiff_t K,
                         ptrdiff_t tokens, float* out, ptrdiff_t ldo) {
   if (m.transposed) return axpy<WT>(m, n0, n, x, ldx, K, tokens, out, ldo);
-  switch (tokens) {
-    case 1:
-      return dot<1, WT>(m, n0, n, x, ldx, K, out, ldo);
-    case 2:
-      return dot<2, WT>(m, n0, n, x, ldx, K, out, ldo);
-    case 3:
-      return dot<3, WT>(m, n0, n, x, ldx, K, out, ldo);
-    case 4:
-      return dot<4, WT>(m, n0, n, x, ldx, K, out, ldo);
-    case 5:
-      return dot<5, WT>(m, n0, n, x, ldx, K, out, ldo);
-    case 6:
-      return dot<6, WT>(m, n0, n, x, ldx, K, out, ldo);
-    case 7:
-      return dot<7, WT>(m, n0, n, x, ldx, K, out, ldo);
-    default:
-      return dot<8, WT>(m, n0, n, x, ldx, K, out, ldo);
-  }
+  dot<WT>(m, n0, n, x, ldx, K, tokens, out, ldo);
 }
 
 constexpr ptrdiff_t kRowMultiple = 2 * W > kAxpyRows ? 2 * W : kAxpyRows;
@@ -133,18 +190,18 @@ struct FewPlan {
 };
 
 // Small enough to balance the threads, large enough for long reads. Results do not depend on it.
-INL ptrdiff_t few_chunk(ptrdiff_t outputs, int threads) {
-  const ptrdiff_t wanted = round_up(div_up(outputs, 12 * (ptrdiff_t)threads), kFewMinChunk);
-  return imin(imax(wanted, kFewMinChunk), kFewChunk);
+INL ptrdiff_t few_chunk(const Matrix& m, ptrdiff_t outputs, int threads) {
+  const ptrdiff_t unit = m.transposed ? 16 : kRowBlock;
+  return imin(round_up(div_up(outputs, 12 * (ptrdiff_t)threads), unit), kFewChunk);
 }
 
 static FewPlan few_plan(const Call& c) {
   FewPlan p;
   p.ldx = c.up.data != nullptr ? round_up(c.d_model, kRowMultiple) : 0;
   p.ldm = round_up(c.d_ff, kRowMultiple);
-  p.up_chunk = few_chunk(c.d_ff, c.threads);
-  p.down_chunk = few_chunk(c.d_out, c.threads);
-  p.ldo = imax(p.up_chunk, p.down_chunk);
+  p.up_chunk = few_chunk(c.up, c.d_ff, c.threads);
+  p.down_chunk = few_chunk(c.down, c.d_out, c.threads);
+  p.ldo = round_up(imax(p.up_chunk, p.down_chunk), W);
   p.shared = (size_t)(c.tokens * (p.ldx + p.ldm));
   p.each = (size_t)(2 * c.tokens * p.ldo);
   return p;

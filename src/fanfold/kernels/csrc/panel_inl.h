@@ -136,7 +136,8 @@ static Hint hint_at(const Matrix& m, ptrdiff_t n0, ptrdiff_t k0) {
   h.row_bytes = m.stride * (ptrdiff_t)sizeof(WT);
   h.rows = m.transposed ? kChunk : MR;
   h.chunk_bytes = kChunk * (m.transposed ? h.row_bytes : (ptrdiff_t)sizeof(WT));
-  h.at = (uintptr_t)m.data + (uintptr_t)((m.transposed ? k0 * m.stride + n0 : n0 * m.stride + k0) * (ptrdiff_t)sizeof(WT));
+  h.at =
+      (uintptr_t)m.data + (uintptr_t)((m.transposed ? k0 * m.stride + n0 : n0 * m.stride + k0) * (ptrdiff_t)sizeof(WT));
   return h;
 }
 

@@ -41,20 +41,22 @@ INL vf load_part(const T* p, ptrdiff_t n) {  // n <= W elements, then zeros; rea
   return load(part);
 }
 
-// 2 W elements in the order in which they are cheapest to widen: see kPairs below.
-INL void load_pair(const float* p, vf& a, vf& b) {
-  a = load(p);
-  b = load(p + W);
-}
-INL void load_pair(const uint16_t* p, vf& a, vf& b) {
-  vu two;  // each lane holds two neighbours: even ones below, odd ones above (little endian)
+// The two halves of 2 W elements, in the order in which they are cheapest to widen: see pair_position.
+INL vf load_first(const float* p) { return load(p); }
+INL vf load_second(const float* p) { return load(p + W); }
+INL vf load_first(const uint16_t* p) {  // each 32-bit lane holds two neighbours: the even one below (little endian)
+  vu two;
   __builtin_memcpy(&two, p, sizeof two);
-  a = (vf)(two << 16);
-  b = (vf)(two & 0xffff0000u);
+  return (vf)(two << 16);
+}
+INL vf load_second(const uint16_t* p) {
+  vu two;
+  __builtin_memcpy(&two, p, sizeof two);
+  return (vf)(two & 0xffff0000u);
 }
 
-// Where load_pair puts element k of a row: bfloat16 rows come as evens then odds of each 2 W elements. The other
-// factor of a dot product is stored in that order once, which spares two shuffles a load of weights.
+// Where load_first and load_second put element k of a row: bfloat16 rows come as evens then odds of each 2 W elements.
+// The other factor of a dot product is stored in that order once, which spares two shuffles a load of weights.
 template <class T>
 INL ptrdiff_t pair_position(ptrdiff_t k) {
   if (sizeof(T) == 4) return k;
