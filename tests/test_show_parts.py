@@ -22,6 +22,7 @@ def test_number(value, shown):
 
 
 def test_sizes_and_shares():
+    assert output.size(67_584) == "67.6 kB"
     assert output.size(1_500_000) == "1.5 MB"
     assert output.size(2_340_000_000) == "2.34 GB"
     assert output.percent(0.5921) == "59.2 %"
@@ -72,7 +73,7 @@ def test_by_turns_alternates_and_drops_the_warm_up():
     assert steps[-1] == (8, 8)
 
 
-def test_ffn_share_counts_only_the_named_modules():
+def test_ffn_time_counts_only_the_named_modules():
     class Slow(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
@@ -85,8 +86,10 @@ def test_ffn_share_counts_only_the_named_modules():
         seen.append("run")
         return {"pass": 1.0}
 
-    assert 0 < timing.ffn_share(model, ["0"], one) < 1
-    assert seen == ["run"]
+    spent, share = timing.ffn_time(model, ["0"], one, 2)
+    assert 0 < spent < 1
+    assert share == spent  # a pass is said to take a second
+    assert seen == ["run", "run"]
     assert not model[0]._forward_hooks
     assert not model[0]._forward_pre_hooks
 

@@ -56,11 +56,18 @@ def bench(loaded: Any, format: str | None, settings: Settings, found: list[Any])
     with progress("timing by turns") as step:
         seconds = timing.by_turns(before, after, one, settings.repeats, step)
     with progress("comparing results") as step:
-        shares = [timing.ffn_share(model, paths, one) for model in (before, after)]
+        ffn = [timing.ffn_time(model, paths, one, min(settings.repeats, 3)) for model in (before, after)]
         step(1, 2)
         said = _compare(loaded, before, after, sample, read, settings)
-    bytes_before, bytes_after = (_ffn_bytes(m, found) for m in (before, after))
-    rates = [{what: dataclasses.asdict(s.rate(counts[what])) for what, s in times.items()} for times in seconds]
+    sides = [
+        {
+            "tokens_per_s": {what: dataclasses.asdict(s.rate(counts[what])) for what, s in times.items()},
+            "ffn_seconds": spent,
+            "ffn_share": share,
+            "ffn_bytes": _ffn_bytes(model, found),
+        }
+        for model, times, (spent, share) in zip((before, after), seconds, ffn)
+    ]
     return {
         "model": loaded.name,
         "class": type(before).__name__,
@@ -72,8 +79,8 @@ def bench(loaded: Any, format: str | None, settings: Settings, found: list[Any])
         "repeats": settings.repeats,
         "tokens": counts,
         "swap": report.to_dict(),
-        "before": {"tokens_per_s": rates[0], "ffn_share": shares[0], "ffn_bytes": bytes_before},
-        "after": {"tokens_per_s": rates[1], "ffn_share": shares[1], "ffn_bytes": bytes_after},
+        "before": sides[0],
+        "after": sides[1],
         "peak_memory": {"before": memory_before, "after": _peak(after, one, besides=before)},
         "results": said,
     }
@@ -187,6 +194,7 @@ def show(result: dict[str, Any]) -> None:
         unit = f"{what}, {result['tokens'][what]} tokens" if what in ("prefill", "decode") else what
         unit += ", per second" if what == "forward" else ", tokens/s"
         rows.append([unit, _spread(a), _spread(b), f"x {b['median'] / a['median']:.2f}"])
+    rows.append(_row("FFN time of a pass, ms", before["ffn_seconds"] * 1e3, after["ffn_seconds"] * 1e3, number))
     rows.append(["FFN share of the time", percent(before["ffn_share"]), percent(after["ffn_share"]), ""])
     rows.append(_row("FFN bytes", before["ffn_bytes"], after["ffn_bytes"], size))
     peak = result["peak_memory"]

@@ -12,6 +12,7 @@ import typer
 
 F = TypeVar("F", bound=Callable[..., Any])
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+_OPTIONAL = ("transformers", "accelerate")  # what `fanfold[models]` adds
 # what torch's allocators say, each in its own words
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "DefaultCPUAllocator")
 
@@ -36,8 +37,10 @@ def guarded(verb: F) -> F:
             raise _failed(str(error) or f"not enough memory: {_available()}") from None
         except (ValueError, OSError) as error:
             raise _failed(str(error)) from None
-        except ImportError as error:
-            raise _failed(f"{error}; install it with: pip install 'fanfold[models]'") from None
+        except ModuleNotFoundError as error:
+            if error.name not in _OPTIONAL:
+                raise
+            raise _failed(f"{error.name} is not installed; install it with: pip install 'fanfold[models]'") from None
         except RuntimeError as error:
             if any(words in str(error) for words in _OUT_OF_MEMORY):
                 raise _failed(f"not enough memory: {first_line(error)}; {_available()}") from None

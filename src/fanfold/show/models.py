@@ -130,7 +130,7 @@ def _load(name: str, path: Path, kind: str, auto: str, folder: Path, more: dict[
     common = {"local_files_only": True, "trust_remote_code": False}
     try:
         model = getattr(transformers, auto).from_pretrained(folder, dtype=target, **common, **more)
-    except (MemoryError, ImportError):
+    except MemoryError:
         raise
     except Exception as error:  # whatever a damaged or foreign model makes transformers raise
         if isinstance(error, RuntimeError) and "allocate memory" in str(error):

@@ -91,8 +91,10 @@ def number(value: float) -> str:
 
 
 def size(n_bytes: float) -> str:
-    """Bytes in MB or GB (10^6, 10^9)."""
-    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
+    """Bytes in kB, MB or GB (10^3, 10^6, 10^9)."""
+    if n_bytes >= 1e9:
+        return f"{n_bytes / 1e9:.2f} GB"
+    return f"{n_bytes / 1e6:.1f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.1f} kB"
 
 
 def percent(share: float) -> str:
