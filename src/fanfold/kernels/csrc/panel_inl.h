@@ -7,7 +7,7 @@ constexpr int MR = FANFOLD_MR, NV = 2, NR = NV * W;
 constexpr ptrdiff_t kInputs = 512;                     // most inputs of one tile
 constexpr ptrdiff_t kRowPitch = kInputs + 16;          // a power of two would put all MR rows into one cache set
 constexpr ptrdiff_t kColPitch = (MR + W - 1) / W * W;  // of a transposed matrix' tile: [kc][kColPitch]
-constexpr ptrdiff_t kTileFloats = MR * kRowPitch > kInputs* kColPitch ? MR * kRowPitch : kInputs * kColPitch;
+constexpr ptrdiff_t kTilePitch = kInputs * kColPitch + 16;
 constexpr ptrdiff_t kBlockTokens = 256;  // tokens whose inputs (kInputs of them) fit L2
 constexpr ptrdiff_t kMaxTiles = 8;       // of one task
 
@@ -50,29 +50,37 @@ static void micro(const float* a, const float* b, ptrdiff_t kc, float* c, bool f
   }
 }
 
+// MR rows (n of them exist) of a row-major matrix: [MR][kRowPitch].
 template <class WT>
-static void pack_tile(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, ptrdiff_t N, ptrdiff_t k0, ptrdiff_t kc, float* a) {
-  if (!m.transposed) {
-    const ptrdiff_t whole = kc - kc % W;
-    for (ptrdiff_t r = 0; r < MR; ++r) {
-      float* const to = a + r * kRowPitch;
-      if (r >= n) {
-        for (ptrdiff_t k = 0; k < kc; ++k) to[k] = 0.0f;
-        continue;
-      }
-      const WT* const from = (const WT*)m.data + (n0 + r) * m.stride + k0;
-      for (ptrdiff_t k = 0; k < whole; k += W) store(to + k, load(from + k));
-      for (ptrdiff_t k = whole; k < kc; ++k) to[k] = widen(from[k]);
+static void pack_rows(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, ptrdiff_t k0, ptrdiff_t kc, float* a) {
+  const ptrdiff_t whole = kc - kc % W;
+  for (ptrdiff_t r = 0; r < MR; ++r, a += kRowPitch) {
+    if (r >= n) {
+      for (ptrdiff_t k = 0; k < kc; ++k) a[k] = 0.0f;
+      continue;
     }
-    return;
+    const WT* const from = (const WT*)m.data + (n0 + r) * m.stride + k0;
+    for (ptrdiff_t k = 0; k < whole; k += W) store(a + k, load(from + k));
+    for (ptrdiff_t k = whole; k < kc; ++k) a[k] = widen(from[k]);
   }
-  const WT* from = (const WT*)m.data + k0 * m.stride + n0;
-  const bool inside = n0 + kColPitch <= N;  // whole vectors may be read; the surplus is not used
-  for (ptrdiff_t k = 0; k < kc; ++k, from += m.stride, a += kColPitch) {
-    if (inside) {
-      for (ptrdiff_t r = 0; r < kColPitch; r += W) store(a + r, load(from + r));
-    } else {
-      for (ptrdiff_t r = 0; r < kColPitch; ++r) a[r] = r < n ? widen(from[r]) : 0.0f;
+}
+
+// n outputs of a transposed matrix, all tiles of a task at once, because its memory is contiguous that way:
+// [tiles] at kTilePitch of [kc][kColPitch].
+template <class WT>
+static void pack_columns(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, ptrdiff_t N, ptrdiff_t k0, ptrdiff_t kc,
+                         float* a) {
+  const uintptr_t ahead = (uintptr_t)(16 * m.stride) * sizeof(WT);
+  for (ptrdiff_t k = 0; k < kc; ++k, a += kColPitch) {
+    const WT* const from = (const WT*)m.data + (k0 + k) * m.stride + n0;
+    for (ptrdiff_t i = 0; i < n; i += MR) {
+      float* const to = a + i / MR * kTilePitch;
+      __builtin_prefetch((const void*)((uintptr_t)(from + i) + ahead), 0, 2);
+      if (n0 + i + kColPitch <= N) {  // whole vectors may be read; the surplus is not used
+        for (ptrdiff_t r = 0; r < kColPitch; r += W) store(to + r, load(from + i + r));
+      } else {
+        for (ptrdiff_t r = 0; r < kColPitch; ++r) to[r] = r < n - i ? widen(from[i + r]) : 0.0f;
+      }
     }
   }
 }
@@ -81,12 +89,14 @@ struct PanelPlan {
   ptrdiff_t block;                 // tokens of a block
   ptrdiff_t panels;                // of a block
   ptrdiff_t up_tiles, down_tiles;  // of one task
-  size_t x_floats, m_floats, shared, each;
+  size_t tile_floats, x_floats, m_floats, shared, each;
 };
 
-// As many tiles as leave a dozen tasks a thread, for balance. Results do not depend on it.
-INL ptrdiff_t tiles_per_task(ptrdiff_t outputs, int threads) {
-  return imin(imax(div_up(outputs, MR) / (12 * (ptrdiff_t)threads), 1), kMaxTiles);
+// As many tiles as leave a dozen tasks a thread, for balance; of a transposed matrix some more, for longer reads.
+// Results do not depend on it.
+INL ptrdiff_t tiles_per_task(const Matrix& m, ptrdiff_t outputs, int threads) {
+  const ptrdiff_t share = div_up(outputs, MR) / (m.transposed ? 4 : 12) / threads;
+  return imin(imax(share, 1), kMaxTiles);
 }
 
 static PanelPlan panel_plan(const Call& c) {
@@ -94,12 +104,14 @@ static PanelPlan panel_plan(const Call& c) {
   const ptrdiff_t blocks = div_up(c.tokens, kBlockTokens);
   p.block = round_up(div_up(c.tokens, blocks), NR);  // even blocks: no small one at the end
   p.panels = p.block / NR;
-  p.up_tiles = tiles_per_task(c.d_ff, c.threads);
-  p.down_tiles = tiles_per_task(c.d_out, c.threads);
+  p.up_tiles = tiles_per_task(c.up, c.d_ff, c.threads);
+  p.down_tiles = tiles_per_task(c.down, c.d_out, c.threads);
   p.x_floats = c.up.data != nullptr ? (size_t)(p.block * c.d_model) : 0;
   p.m_floats = (size_t)(p.block * c.d_ff);
   p.shared = p.x_floats + p.m_floats;
-  p.each = (size_t)(kTileFloats + 2 * imax(p.up_tiles, p.down_tiles) * MR * p.block);
+  const ptrdiff_t most = imax(p.up_tiles, p.down_tiles);
+  p.tile_floats = (size_t)imax(MR * kRowPitch, c.up.transposed || c.down.transposed ? most * kTilePitch : 0);
+  p.each = p.tile_floats + (size_t)(2 * most * MR * p.block);
   return p;
 }
 
@@ -130,14 +142,29 @@ static void pack_inputs(const Call& c, ptrdiff_t first, ptrdiff_t tokens, ptrdif
   pack_tokens((const uint16_t*)c.x + at, c.x_stride, nt, k0, k1, panel);
 }
 
+template <bool Transposed>
+static void multiply(const float* tile, const float* in, ptrdiff_t K, ptrdiff_t k0, ptrdiff_t kc, ptrdiff_t tokens,
+                     float* c, Hint hint) {
+  for (ptrdiff_t t = 0; t < tokens; t += NR) {
+    const float* const b = in + t * K + k0 * NR;
+    if (tokens - t <= W) {
+      micro<1, Transposed>(tile, b, kc, c + t * MR, k0 == 0, hint);
+    } else {
+      micro<NV, Transposed>(tile, b, kc, c + t * MR, k0 == 0, hint);
+    }
+    hint = Hint();
+  }
+}
+
 template <class WT>
 static Hint hint_at(const Matrix& m, ptrdiff_t n0, ptrdiff_t k0) {
+  const ptrdiff_t size = (ptrdiff_t)sizeof(WT), row_bytes = m.stride * size;
+  const ptrdiff_t offset = m.transposed ? k0 * row_bytes + n0 * size : n0 * row_bytes + k0 * size;
   Hint h;
-  h.row_bytes = m.stride * (ptrdiff_t)sizeof(WT);
+  h.at = (uintptr_t)m.data + (uintptr_t)offset;
   h.rows = m.transposed ? kChunk : MR;
-  h.chunk_bytes = kChunk * (m.transposed ? h.row_bytes : (ptrdiff_t)sizeof(WT));
-  h.at =
-      (uintptr_t)m.data + (uintptr_t)((m.transposed ? k0 * m.stride + n0 : n0 * m.stride + k0) * (ptrdiff_t)sizeof(WT));
+  h.row_bytes = row_bytes;
+  h.chunk_bytes = kChunk * (m.transposed ? row_bytes : size);
   return h;
 }
 
@@ -145,28 +172,29 @@ static Hint hint_at(const Matrix& m, ptrdiff_t n0, ptrdiff_t k0) {
 // inputs is fixed by K alone.
 template <class WT>
 static void panel_product(const Matrix* const (&matrices)[2], float* const (&out)[2], ptrdiff_t n0, ptrdiff_t n,
-                          ptrdiff_t N, const float* in, ptrdiff_t K, ptrdiff_t tokens, ptrdiff_t panels, float* tile) {
-  const ptrdiff_t count = matrices[1] != nullptr ? 2 : 1;
+                          ptrdiff_t N, const float* in, ptrdiff_t K, ptrdiff_t tokens, float* tile) {
+  const ptrdiff_t count = matrices[1] != nullptr ? 2 : 1, tile_out = MR * round_up(tokens, NR);
   const ptrdiff_t blocks = div_up(K, kInputs), step = round_up(div_up(K, blocks), W);
   const ptrdiff_t tiles = div_up(n, MR) * count, all = div_up(K, step) * tiles;
-  for (ptrdiff_t s = 0; s < all; ++s) {
-    const auto inputs = [=](ptrdiff_t q) { return q / tiles * step; };
-    const auto row = [=](ptrdiff_t q) { return q % tiles / count * MR; };
-    const ptrdiff_t k0 = inputs(s), kc = imin(step, K - k0), i = row(s), which = s % count;
-    const Matrix& m = *matrices[which];
-    pack_tile<WT>(m, n0 + i, imin(MR, n - i), N, k0, kc, tile);
+  const auto inputs = [=](ptrdiff_t s) { return s / tiles * step; };
+  const auto row = [=](ptrdiff_t s) { return s % tiles / count * MR; };
+  for (ptrdiff_t s = 0; s < all && !matrices[0]->transposed; ++s) {
+    const ptrdiff_t k0 = inputs(s), kc = imin(step, K - k0), i = row(s);
+    pack_rows<WT>(*matrices[s % count], n0 + i, imin(MR, n - i), k0, kc, tile);
     Hint hint;
     if (s + 1 < all) hint = hint_at<WT>(*matrices[(s + 1) % count], n0 + row(s + 1), inputs(s + 1));
-    for (ptrdiff_t p = 0; p * NR < tokens; ++p) {
-      const float* const b = in + (p * K + k0) * NR;
-      float* const c = out[which] + (i / MR * panels + p) * MR * NR;
-      const bool one = tokens - p * NR <= W;
-      if (m.transposed) {
-        one ? micro<1, true>(tile, b, kc, c, k0 == 0, hint) : micro<NV, true>(tile, b, kc, c, k0 == 0, hint);
-      } else {
-        one ? micro<1, false>(tile, b, kc, c, k0 == 0, hint) : micro<NV, false>(tile, b, kc, c, k0 == 0, hint);
+    multiply<false>(tile, in, K, k0, kc, tokens, out[s % count] + i / MR * tile_out, hint);
+  }
+  for (ptrdiff_t k0 = 0; k0 < K && matrices[0]->transposed; k0 += step) {
+    const ptrdiff_t kc = imin(step, K - k0);
+    for (ptrdiff_t which = 0; which < count; ++which) {
+      pack_columns<WT>(*matrices[which], n0, n, N, k0, kc, tile);
+      for (ptrdiff_t i = 0; i * MR < n; ++i) {
+        const ptrdiff_t next = which + 1 < count ? k0 : k0 + step;
+        Hint hint;
+        if (next < K) hint = hint_at<WT>(*matrices[(which + 1) % count], n0 + i * MR, next);
+        multiply<true>(tile + i * kTilePitch, in, K, k0, kc, tokens, out[which] + i * tile_out, hint);
       }
-      hint = Hint();
     }
   }
 }
@@ -187,9 +215,9 @@ static void panel_up(const Call& c, const PanelPlan& p, const float* x, float* m
                      ptrdiff_t f0) {
   const ptrdiff_t n = imin(p.up_tiles * MR, c.d_ff - f0), panels = div_up(tokens, NR);
   const bool gated = c.gate.data != nullptr;
-  float* const up = own + kTileFloats;
+  float* const up = own + p.tile_floats;
   float* const gate = up + p.up_tiles * MR * p.block;
-  panel_product<WT>({&c.up, gated ? &c.gate : nullptr}, {up, gate}, f0, n, c.d_ff, x, c.d_model, tokens, panels, own);
+  panel_product<WT>({&c.up, gated ? &c.gate : nullptr}, {up, gate}, f0, n, c.d_ff, x, c.d_model, tokens, own);
   if (gated) add_bias(c.gate.bias, c.w_dtype, f0, n, panels, gate);
   add_bias(c.up.bias, c.w_dtype, f0, n, panels, up);
   const float* const done = combine(c, gate, up, div_up(n, MR) * panels * MR * NR);
@@ -232,8 +260,8 @@ template <class WT>
 static void panel_down(const Call& c, const PanelPlan& p, const float* m, float* own, ptrdiff_t first, ptrdiff_t tokens,
                        ptrdiff_t d0) {
   const ptrdiff_t n = imin(p.down_tiles * MR, c.d_out - d0), panels = div_up(tokens, NR);
-  float* const out = own + kTileFloats;
-  panel_product<WT>({&c.down, nullptr}, {out, nullptr}, d0, n, c.d_out, m, c.d_ff, tokens, panels, own);
+  float* const out = own + p.tile_floats;
+  panel_product<WT>({&c.down, nullptr}, {out, nullptr}, d0, n, c.d_out, m, c.d_ff, tokens, own);
   add_bias(c.down.bias, c.w_dtype, d0, n, panels, out);
   const ptrdiff_t at = first * c.y_stride + d0;
   if (c.y_dtype == kFloat32) return store_tokens((float*)c.y + at, c.y_stride, tokens, n, panels, out);
