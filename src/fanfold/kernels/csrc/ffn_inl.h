@@ -107,10 +107,7 @@ void panel(int thread, int threads, void* arg) {
   }
 }
 
-bool is_few(const Call& c) {
-  // The two forms want gate and up alike; a mixture has no caller.
-  return c.tokens <= kFewTokens;
-}
+bool is_few(const Call& c) { return c.tokens <= kFewTokens; }
 
 size_t workspace(const Call& c) {
   if (is_few(c)) {
