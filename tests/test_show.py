@@ -245,21 +245,26 @@ def test_other_runtime_errors_are_ours_and_keep_their_traceback():
         verb()
 
 
-def _bench_process(tiny: Path, *more: str) -> subprocess.Popen:
-    args = [sys.executable, "-m", "fanfold", "bench", str(tiny), "--repeats", "1000000", *more]
-    return subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def _answers_interrupts() -> None:
+    """In the child: a shell that runs the tests in the background has it ignore Ctrl-C, which a child would inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_ctrl_c_exits_130_with_nothing_half_written(tiny):
-    process = _bench_process(tiny, "--json")
-    maps = Path(f"/proc/{process.pid}/maps")
-    for _ in range(600):  # until torch is there: the verb is at work
-        if "libtorch_cpu" in maps.read_text():
-            break
-        time.sleep(0.1)
-    time.sleep(4)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    args = [sys.executable, "-m", "fanfold", "bench", str(tiny), "--repeats", "1000000", "--json"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(args, stdout=pipe, stderr=pipe, text=True, preexec_fn=_answers_interrupts)
+    try:
+        maps = Path(f"/proc/{process.pid}/maps")
+        for _ in range(600):  # until torch is there: the verb is at work
+            if "libtorch_cpu" in maps.read_text():
+                break
+            time.sleep(0.1)
+        time.sleep(4)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert out == ""
     assert err == "fanfold: interrupted\n"
