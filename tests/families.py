@@ -145,7 +145,11 @@ def build(family: Family, seed: int = 0) -> nn.Module:
             if p.dim() == 1 and "bias" in name:
                 p.normal_(std=0.3)
             elif p.dim() == 2 and "embed" not in name and "wte" not in name and "shared" not in name:
-                fan_in = p.shape[0] if type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Conv1D" else p.shape[1]
+                fan_in = (
+                    p.shape[0]
+                    if type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Conv1D"
+                    else p.shape[1]
+                )
                 p.normal_(std=fan_in**-0.5)
     return model.eval()
 

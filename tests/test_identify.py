@@ -251,7 +251,7 @@ def test_attention_is_not_an_ffn() -> None:
             q, v = self.q(x), self.v(x)
             return self.o(torch.softmax(q @ v.transpose(-1, -2), -1) @ v)
 
-    with pytest.raises(FindError, match="no FFN found in Attention.*looked at"):
+    with pytest.raises(FindError, match=r"no FFN found in Attention.*looked at"):
         ff.find(Attention())
 
 

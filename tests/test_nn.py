@@ -58,9 +58,8 @@ def test_gradients_against_the_reference(spec, backend) -> None:
     for name, (ours, theirs) in grads.items():
         shape = (1, -1) if ours.dim() == 1 else ours.shape
         assert numerics.compare(ours.view(shape), truth[name].reshape(shape), theirs.view(shape)).ok, name
-    with pytest.raises(AssertionError):  # a wrong gradient must fail: x's rows exchanged
-        wrong = x.grad.flip(1)
-        assert numerics.compare(wrong, truth["x"], x2.grad).ok
+    # a wrong gradient must fail: x's rows exchanged
+    assert not numerics.compare(x.grad.flip(1), truth["x"], x2.grad).ok
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
@@ -251,7 +250,7 @@ def test_explain_and_last_backend(monkeypatch) -> None:
 
 
 def test_ffn_takes_numpy_nowhere_silently() -> None:
-    with pytest.raises(dispatch.BackendError, match="not torch tensors|not a torch tensor"):
+    with pytest.raises(dispatch.BackendError, match=r"not torch tensors|not a torch tensor"):
         ff.ffn(torch.randn(3, 24), numerics.random_weights(SWIGLU))
 
 

@@ -9,10 +9,10 @@ import warnings
 
 import pytest
 import torch
-from families import FAMILIES, build, inputs, logits
 from torch import nn
 
 import fanfold as ff
+from families import FAMILIES, build, inputs, logits
 from fanfold import numerics
 from fanfold.kernels import dispatch
 from fanfold.models.swapped import is_swapped
@@ -54,7 +54,7 @@ class Lora(nn.Module):
 
 
 def test_an_adapter_put_in_after_the_swap_takes_effect(llama) -> None:
-    model, mlp, row = llama
+    _, mlp, row = llama
     x = torch.randn(1, 4, 32)
     with torch.no_grad():
         before = mlp(x)

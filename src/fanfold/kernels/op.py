@@ -44,7 +44,7 @@ def _ffn(
 
 
 @_ffn.register_fake
-def _(x, up, down, gate, up_bias, gate_bias, down_bias, spec, backend):  # noqa: ANN001
+def _(x, up, down, gate, up_bias, gate_bias, down_bias, spec, backend):
     return x.new_empty(x.shape)
 
 
@@ -61,13 +61,13 @@ def _gradients(grad_y: Tensor, given: list[Tensor | None], spec: str, needed: li
     return [next(grads) if n else None for n in needed]
 
 
-def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
+def _setup_context(ctx, inputs, output) -> None:
     *tensors, spec, _ = inputs
     ctx.save_for_backward(*tensors)
     ctx.spec = spec
 
 
-def _backward(ctx, grad_y):  # noqa: ANN001
+def _backward(ctx, grad_y):
     grads = _gradients(grad_y, list(ctx.saved_tensors), ctx.spec, list(ctx.needs_input_grad[:7]))
     return (*grads, None, None)
 

@@ -10,7 +10,9 @@ from torch import nn
 
 from ..layout import SEPARATE, Layout
 from ..spec import Spec
-from .identify import Description, Evidence, Identity, identify
+from .decide import Evidence
+from .description import Description
+from .identify import identify
 from .inputs import default_inputs, record_calls
 from .structure import Site, scan
 

@@ -65,7 +65,7 @@ class FFNState(LinearState):
         super().__init__(path, format, backend)
         self.spec, self.layout, self.roles = spec, layout, roles
         self.scale, self.residual, self.dropout = scale, residual, dropout
-        self.children = dict(module._modules)
+        self.children: dict[str, Any] = dict(module._modules)
         self.types = {name: type(child) for name, child in self.children.items()}
         self.attributes = _attributes(module)
         self._key: tuple[Any, ...] = ()

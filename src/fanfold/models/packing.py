@@ -1,0 +1,60 @@
+"""Formats that own their weights: convert the linears' parameters, and put them back."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from ..nn import FORMATS
+from .swapped import LinearState
+
+
+class Packer:
+    """Converts linears to the format; parameters that were tied stay tied."""
+
+    def __init__(self, format: str | None, keep: bool) -> None:
+        self.format, self.keep = format, keep
+        self._tied: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+
+    def pack(self, linear: nn.Module, state: LinearState) -> None:
+        if self.format is None:
+            return
+        dtype = FORMATS[self.format]
+        for name, parameter in linear._parameters.items():
+            if parameter is None:
+                continue
+            # Weakly held: an original lives on only while another module still ties to it.
+            original, packed = self._tied.get(id(parameter), (None, None))
+            if original is None or original() is not parameter or packed is None:
+                packed = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                self._tied[id(parameter)] = (weakref.ref(parameter), packed)
+            state.originals[name] = (parameter.dtype, parameter.requires_grad, parameter if self.keep else None)
+            linear._parameters[name] = packed
+
+
+class Unpacker:
+    """Puts a linear's own parameters back; tied ones are tied again."""
+
+    def __init__(self) -> None:
+        self._tied: dict[tuple[int, str], tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def unpack(self, linear: nn.Module, state: LinearState) -> bool:
+        """-> whether the weights are now the rounded ones."""
+        lossy = False
+        for name, (dtype, requires_grad, kept) in state.originals.items():
+            packed = linear._parameters[name]
+            assert packed is not None
+            key = (id(packed), name)
+            if key not in self._tied:
+                own = kept if kept is not None else nn.Parameter(packed.detach().to(dtype), requires_grad)
+                self._tied[key] = (packed, own)  # holding `packed` keeps its id from being used again
+            lossy |= kept is None and not _holds(packed.dtype, dtype)
+            linear._parameters[name] = self._tied[key][1]
+        return lossy
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every value of `narrow` has an exact one in `wide`."""
+    return wide == narrow or (wide == torch.float32 and narrow in (torch.bfloat16, torch.float16))

@@ -1,0 +1,92 @@
+"""The verification of a swap: our output and PyTorch's, both held against float64 on the FFN's own weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .. import numerics, reference
+from ..kernels import dispatch
+from ..kernels import torch as torch_ops
+from ..layout import Layout
+from ..weights import Weights, to_float64
+from .find import Found
+from .linears import matrix
+from .report import SwapRow
+from .swapped import FFNState
+
+_TOKENS = (1, 40)  # decode and prefill take different paths through the kernels
+
+
+class Truth:
+    """float64 outputs of the original FFN on its own weights, and PyTorch's outputs, for a few tokens."""
+
+    def __init__(self, module: nn.Module, linears: dict[str, nn.Module], found: Found) -> None:
+        self.found = found
+        down = matrix(linears["down"])
+        generator = torch.Generator().manual_seed(1)
+        d = down.shape[0]
+        self.xs = [torch.randn(1, t, d, generator=generator).to(down.device, down.dtype) for t in _TOKENS]
+        self.original = [self._run(module, linears, x) for x in self.xs]
+        self.weights = self._weights(linears)
+
+    def _weights(self, linears: dict[str, nn.Module]) -> Weights:
+        assert self.found.spec is not None
+        assert self.found.layout is not None
+        state = FFNState.__new__(FFNState)
+        state.spec, state.layout = self.found.spec, self.found.layout
+        return state._build(linears)
+
+    def _run(self, module: nn.Module, linears: dict[str, nn.Module], x: Tensor) -> Tensor:
+        """The FFN's output in the model's own way: the module itself, or for a pair its linears in turn."""
+        with torch.no_grad():
+            if self.found.kind == "module":
+                modes = {m: m.training for m in module.modules()}
+                module.eval()
+                try:
+                    return module(x, torch.zeros_like(x)) if self.found.residual else module(x)
+                finally:
+                    for m, mode in modes.items():
+                        m.training = mode
+            assert self.found.spec is not None
+            assert self.found.layout is not None
+            if "gate_up" in linears:
+                rows = Layout(order=self.found.layout.order, transposed=True)
+                gate, up = rows.split(linears["gate_up"](x))
+            else:
+                gate, up = linears["gate"](x) if "gate" in linears else None, linears["up"](x)
+            return linears["down"](torch_ops.coefficients(self.found.spec, up, gate)) * self.found.scale
+
+    def judge(self, row: SwapRow, module: nn.Module, linears: dict[str, nn.Module], format: str | None) -> None:
+        """Fill in the row's errors; set it to "left" if the rule is broken."""
+        packed = self._weights(linears)
+        same = format is None
+        worst: numerics.Comparison | None = None
+        ran: list[str] = []
+        for x, original in zip(self.xs, self.original):
+            calls = row.calls
+            y = self._run(module, linears, x)
+            ran.append(dispatch.last_backend() or "torch" if row.calls > calls else "torch")
+            truth = reference.forward(x, packed) * self.found.scale
+            torch_y = original if same else self._torch(x, packed)
+            result = numerics.compare(y, truth, torch_y, dtype=x.dtype)
+            if worst is None or result.ratio > worst.ratio:
+                worst = result
+                row.error_torch = numerics.relative_error(torch_y, truth)
+            if not same:
+                exact = reference.forward(x, self.weights) * self.found.scale
+                row.format_error = max(row.format_error or 0.0, numerics.relative_error(truth, exact))
+        assert worst is not None
+        row.error, row.ratio = worst.rms, worst.ratio
+        row.backend = ran[0] if len(set(ran)) == 1 else f"{ran[0]} (few tokens), {ran[1]} (many)"
+        if not worst.ok:
+            row.status, row.reason = "left", f"verification failed: error is {worst.ratio:.3g} x what the rule allows"
+        elif set(ran) == {"torch"} and dispatch.resolve(row.states[-1].backend) == "auto" and same:
+            reasons = "; ".join(row.stepped_aside) or "PyTorch's own ops are faster here"
+            row.status, row.reason = "left", f"our kernels would not run it: {reasons}"
+
+    def _torch(self, x: Tensor, packed: Weights) -> Tensor:
+        """PyTorch on the packed weights in x's dtype."""
+        same = {n: torch.from_numpy(to_float64(v).astype(np.float32)).to(x) for n, v in packed.items()}
+        return torch_ops.forward(x, Weights.unchecked(packed.spec, **same)) * self.found.scale

@@ -1,0 +1,113 @@
+"""The experiment on a module that is the FFN: run it whole, y = module(x) or module(x, residual)."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .decide import Identity, decide
+from .description import Description, coefficients
+from .laboratory import (
+    ALLOWED,
+    SCALES,
+    TOKENS,
+    Unfit,
+    check_token_wise,
+    double,
+    first_changed,
+    relative,
+)
+from .linears import matrix
+from .structure import Site
+
+
+def _required_arguments(module: nn.Module) -> int:
+    cls = getattr(type(module), "_fanfold_original", type(module))  # swapped: its class's own signature
+    _, *parameters = inspect.signature(cls.forward).parameters.values()
+    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def whole(twin: nn.Module, site: Site, generator: torch.Generator) -> Callable[[list[Description]], Identity]:
+    """The experiment on a module that is the FFN: y = module(x), perhaps module(x, residual)."""
+    n_args = _required_arguments(twin)
+    if n_args not in (1, 2):
+        raise Unfit(f"forward needs {n_args} arguments, expected (x) or (x, residual)")
+    device, dtype = matrix(twin.get_submodule(site.last)).device, matrix(twin.get_submodule(site.last)).dtype
+    firsts: list[Any] = [twin.get_submodule(n) for n in site.first]
+    last: Any = twin.get_submodule(site.last)
+
+    def run(x: Tensor, r: Tensor | None) -> Tensor:
+        y = twin(x) if r is None else twin(x, r)
+        if not isinstance(y, Tensor):
+            raise Unfit(f"forward returns a {type(y).__name__}, expected one tensor")
+        if y.shape != x.shape:
+            raise Unfit(f"forward returns shape {tuple(y.shape)} for x {tuple(x.shape)}")
+        return y
+
+    wide = [(matrix(m).double(), double(m.bias)) for m in firsts]
+    down, down_bias = matrix(last).double(), double(last.bias)
+
+    def pre(x: Tensor) -> list[Tensor]:
+        return [nn.functional.linear(x.double(), weight, bias) for weight, bias in wide]
+
+    def describe(d: Description, firsts: list[Tensor], r: Tensor | None, rows: Tensor | slice = slice(None)) -> Tensor:
+        """float64 outputs (only `rows` of them) from the float64 outputs of the first linears."""
+        bias = down_bias[rows] if down_bias is not None and d.spec.down_bias else None
+        y = nn.functional.linear(coefficients(d, firsts), down[rows], bias) * d.scale
+        return y + r[..., rows].double() if d.residual and r is not None else y
+
+    def experiment(options: list[Description]) -> Identity:
+        xs = [torch.randn(1, TOKENS, site.d_model, generator=generator).to(device, dtype) * s for s in SCALES]
+        rs = [torch.randn(x.shape, generator=generator).to(x) if n_args == 2 else None for x in xs]
+        if n_args == 2:
+            options = [dataclasses.replace(d, residual=flag) for d in options for flag in (True, False)]
+        with torch.no_grad():
+            ys = [run(x.clone(), r) for x, r in zip(xs, rs)]
+            check_token_wise(ys[1], run(first_changed(xs[1]), rs[1]))
+            pres = [pre(x) for x in xs]
+            # A look at few outputs and two scales first: the full comparison is only for the nearest.
+            rows = torch.randperm(site.d_model, generator=generator)[:32].to(device)
+            few = [(ys[i][:, :16, rows], [p[:, :16] for p in pres[i]], rs[i]) for i in (1, 3)]
+
+            def screen(d: Description) -> float:
+                some = ((y, describe(d, p, None if r is None else r[:, :16], rows)) for y, p, r in few)
+                return max(relative(y, truth) for y, truth in some)
+
+            near = [options[i] for _, i in sorted((screen(d), i) for i, d in enumerate(options))[:6]]
+            near += [r for d in near for r in _rescued(d, ys[1], lambda d: describe(d, pres[1], rs[1]), last)]
+            errors = [max(relative(y, describe(d, p, r)) for y, p, r in zip(ys, pres, rs)) for d in near]
+        x, r = xs[1].clone().requires_grad_(), rs[1]
+        v = torch.randn(x.shape, generator=generator).to(x)
+        (g_module,) = torch.autograd.grad(run(x, r), x, v)
+        x64 = xs[1].double().requires_grad_()
+
+        def gradient_error(d: Description) -> float:
+            (g,) = torch.autograd.grad(describe(d, pre(x64), r), x64, v.double())
+            return relative(g_module, g)
+
+        twin.train()
+        with torch.no_grad():
+            dropout = relative(run(xs[1].clone(), rs[1]), ys[1].double()) > ALLOWED
+        return dataclasses.replace(decide(near, errors, gradient_error, len(options)), dropout=dropout)
+
+    return experiment
+
+
+def _rescued(
+    near: Description, y: Tensor, compute: Callable[[Description], Tensor], last: Any
+) -> Iterator[Description]:
+    """A near description with its output scaled, and without down's bias: what the shapes alone cannot tell."""
+    variants = [near]
+    if last.bias is not None:
+        variants.append(dataclasses.replace(near, spec=dataclasses.replace(near.spec, down_bias=False)))
+        yield variants[-1]
+    for d in variants:
+        truth = compute(d)
+        s = float((y.double() * truth).sum() / truth.square().sum())
+        if abs(s - 1.0) > ALLOWED and s != 0.0:
+            yield dataclasses.replace(d, scale=s)
