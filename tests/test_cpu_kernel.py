@@ -129,6 +129,7 @@ def test_a_real_width(isa, dtype):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("name", activations.ACTIVATIONS)
 def test_activations(isa, name, gated):
+    torch.set_num_threads(1)
     for dtype in DTYPES:
         weights = make(Spec(d_model=97, d_ff=130, activation=name, gated=gated, up_bias=True), dtype)
         x = tokens(64, 97, dtype)
