@@ -466,3 +466,13 @@ def test_the_core_checks_its_codes():
         cpu._cpu.activation(7, 0, 0, 0, 0, (0.0, 0.0, 0.0, 0.0))
     with pytest.raises(ValueError, match="activation_names"):
         cpu._cpu.activation(0, 0, 0, 0, 99, (0.0, 0.0, 0.0, 0.0))
+
+
+def test_where_torch_is_faster(monkeypatch):
+    monkeypatch.setattr(cpu, "_torch_bfloat16_limit", lambda: 6)
+    for dtype in DTYPES:
+        weights = make(Spec(d_model=24, d_ff=32, **GATED), dtype)
+        assert cpu.slower_than_torch(tokens(6, 24, dtype), weights) is None
+        assert cpu.slower_than_torch(tokens(16, 24, dtype), transposed(weights)) is None or dtype == torch.bfloat16
+        assert "transposed" in str(cpu.slower_than_torch(tokens(17, 24), transposed(weights)))
+        assert ("bfloat16" in str(cpu.slower_than_torch(tokens(7, 24, dtype), weights))) == (dtype == torch.bfloat16)

@@ -31,7 +31,7 @@ _ACTS: dict[str, int] = {name: i for i, name in enumerate(_cpu.activation_names(
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _PLAIN = (Tensor, torch.nn.Parameter)  # subclasses may mean anything by their memory
 # torch's question whether the CPU has a unit for bfloat16 products -> tokens up to which we keep up with it
-_BFLOAT16_UNITS = {"_is_amx_tile_supported": 8, "_is_avx512_bf16_supported": 16}
+_BFLOAT16_UNITS = {"_is_amx_tile_supported": 6, "_is_avx512_bf16_supported": 16}
 _specs: dict[int, tuple[Spec, tuple[Any, ...]]] = {}  # id(spec) -> (spec, kept alive; its arguments): no hashing
 
 
@@ -303,7 +303,7 @@ def _linear_plan(x: Any, weight: Any, bias: Any) -> str | tuple[int, bool, int]:
 def _torch_bfloat16_limit() -> int:
     """Most tokens for which our bfloat16 products keep up with PyTorch's, which use the CPU's bfloat16 unit.
 
-    Measured with AMX at 576x1536 and 2048x5632: equal at 8 tokens, PyTorch 1.3 x faster at 12 and 4 x at 256.
+    Measured with AMX at 576x1536 and 2048x5632: 1.2 x PyTorch's speed at 6 tokens, 0.9 x at 8, 0.4 x at 64, 0.24 x at 512.
     """
     has = {name: getattr(torch.cpu, name, lambda: False)() for name in _BFLOAT16_UNITS}
     return next((limit for name, limit in _BFLOAT16_UNITS.items() if has[name]), 1 << 62)

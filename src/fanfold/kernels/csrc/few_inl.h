@@ -192,7 +192,8 @@ struct FewPlan {
 // Small enough to balance the threads, large enough for long reads. Results do not depend on it.
 INL ptrdiff_t few_chunk(const Matrix& m, ptrdiff_t outputs, int threads) {
   const ptrdiff_t unit = m.transposed ? 16 : kRowBlock;
-  return imin(round_up(div_up(outputs, 12 * (ptrdiff_t)threads), unit), kFewChunk);
+  const ptrdiff_t tasks = (m.transposed ? 4 : 12) * (ptrdiff_t)threads;  // transposed: longer runs of memory
+  return imin(round_up(div_up(outputs, tasks), unit), kFewChunk);
 }
 
 static FewPlan few_plan(const Call& c) {
