@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..layout import Layout
 from ..spec import Spec
 from ..weights import Weights
-from . import assemble, folder
-from .assemble import FFN
 from .errors import CheckpointError
+
+if TYPE_CHECKING:  # they import torch, which the table of model types (.config) does not need
+    from . import assemble
+    from .assemble import FFN
 
 __all__ = ["Checkpoint", "CheckpointError", "Layers", "load"]
 
@@ -89,6 +91,8 @@ def load(path: str | os.PathLike[str], activation: str | None = None) -> Checkpo
     known; a projection is missing; a shape contradicts another or the config; an FFN has a tensor that is not
     understood (a scale, an adapter); or the model is a mixture of experts.
     """
+    from . import folder
+
     where = Path(path)
     kind = folder.kind_of(where)
     if kind == "gguf":

@@ -1,66 +1,173 @@
-"""What an FFN costs: bytes of its weights, FLOPs of a token, and the width at which another kind costs the same."""
+"""`cost`: what an FFN, a block or a whole model costs, and what bounds it. Each figure with formula and unit."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
 from ..spec import Spec
-
-# Bits per weight as stored, block scales included: Q8_0 holds 32 weights in 34 bytes, Q4_1 in 20, Q4_0 in 18.
-# Source: ggml's block structs (ggml-common.h).
-_BITS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0, "q8_0": 8.5, "q4_1": 5.0, "q4_0": 4.5}
-_BLOCK = 32  # weights that share one scale in the q formats
-CLASSIC_RATIO = 4  # d_ff / d_model of the original Transformer: Vaswani 2017, arXiv:1706.03762
-
-
-def formats() -> list[str]:
-    """The formats whose size is known."""
-    return list(_BITS)
+from . import ffn, formats, models, parts, roof
+from .block import Block
+from .figures import Figure, Figures
+from .hardware import Hardware, Links
+from .models import Model
+from .settings import Settings, check_split, settings
 
 
-def bits_per_weight(format: str) -> float:
-    """Bits that one weight of a matrix takes in `format`, block scales included.
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What `cost` found: sections of figures; made by `cost`.
 
-    Raises ValueError, listing the known formats, when there is no such format.
+    what        the thing, in words.       settings  the conditions.
+    sections    {"ffn", "attention", "block", "model", …: Figures}; the last one is the whole.
+    bound       what binds the whole: "memory", "compute" or "unknown".
+    bytes_by_format   {format: bytes of the FFN's weights}.
+    saved_bytes       {save: bytes kept for backward by the FFN}, recompute_flop {save: FLOPs that backward repeats}.
+    notes       what was left out or assumed, one sentence each.
     """
-    if format not in _BITS:
-        raise ValueError(f"format {format!r} is not known; known: {', '.join(_BITS)}")
-    return _BITS[format]
+
+    what: str
+    spec: Spec
+    settings: Settings
+    sections: dict[str, Figures]
+    bound: str
+    bytes_by_format: dict[str, int]
+    saved_bytes: dict[str, int]
+    recompute_flop: dict[str, int]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def whole(self) -> Figures:
+        """The figures of the whole thing."""
+        return list(self.sections.values())[-1]
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of the whole's figure `key`. Raises KeyError, naming the known ones."""
+        return self.whole[key].value
+
+    def figure(self, key: str, section: str | None = None) -> Figure:
+        """A figure with its formula, of the whole or of a section."""
+        return (self.whole if section is None else self.sections[section])[key]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, units in the keys."""
+        return {
+            "what": self.what,
+            "spec": self.spec.to_dict(),
+            "settings": self.settings.to_dict(),
+            **{name: figures.to_dict() for name, figures in self.sections.items()},
+            "bound": self.bound,
+            "ffn_weight_bytes_by_format": dict(self.bytes_by_format),
+            "ffn_saved_bytes_by_save": dict(self.saved_bytes),
+            "ffn_recompute_flop_by_save": dict(self.recompute_flop),
+            "notes": list(self.notes),
+        }
+
+    def why(self) -> list[str]:
+        """Every figure as one line: section, label, formula, the numbers put in, the value."""
+        return [f"{name}: {line}" for name, figures in self.sections.items() for line in figures.why()]
+
+    def __str__(self) -> str:
+        lines = [f"{self.what}: {self.settings.tokens} tokens, {self.settings.form.name}"]
+        lines += [f"  {f.label}: {f.value if f.value is not None else f.note} {f.unit}" for f in self.whole.values()]
+        return "\n".join(lines)
 
 
-def ffn_bytes(spec: Spec, format: str) -> int:
-    """Bytes of one FFN's matrices in `format`, biases in fp32 (GGUF keeps one-dimensional tensors so).
+def cost(
+    what: Spec | Block | Model | str | os.PathLike[str],
+    tokens: int = 1,
+    format: str = "bf16",
+    hardware: str | Hardware | None = None,
+    *,
+    group: int | None = None,
+    tp: int = 1,
+    context: int = 2048,
+    sequences: int | None = None,
+    dtype: str | None = None,
+    compute: str | None = None,
+    links: Links | None = None,
+    variant: str | None = None,
+) -> Cost:
+    """Count what something costs: parameters, FLOPs, bytes, activations, and the floor of its time.
 
-    Rows are cut into blocks of 32 in the q formats, so that a last, partly filled block counts whole.
-    For fp32, bf16 and fp16 biases take the format's own width.
+    floor = max(bytes moved / bandwidth, FLOPs / peak)
+
+    what       a Spec; a Block (attention and FFN); a Model; the name of a released model ("llama-2-7b"); a config.json
+               or a folder with one.
+    tokens     processed together: 1 in decode, a prompt's length in prefill.
+    format     of the weights: fp32 bf16 fp16 fp8 int8 int4 (with group 32, 64, 128) q8_0 q4_1 q4_0.
+    hardware   None (no times), a device of the table ("h200"), or "this": the machine it runs on, measured once.
+    tp         ranks that share each matrix; each FFN and each attention then ends in one all-reduce.
+    context    positions that a token attends to; sequences: how many contexts there are, by default one a token.
+    dtype      of the activations; default bf16, or the format's own if that is a float. compute: dtype of the products
+               at their fastest; default by format, integer formats int8.
+    links      of the devices, in place of the table's.      variant: for a config.json of an unknown model type.
+    Units: bytes; FLOP with one multiply-add = 2; seconds. Counts are exact ints; times are lower bounds.
+
+    Raises ValueError, naming the known values, for a count below 1, an unknown name, or a width that tp does not
+    divide. Sources: roofline, Williams 2009; counts, Shazeer 2020, arXiv:2002.05202, and Anthony 2024,
+    arXiv:2401.14489.
     """
-    bits = bits_per_weight(format)
-    blocked = format.startswith("q")
-    n_biases = spec.d_ff * (spec.up_bias + spec.gate_bias) + spec.d_model * spec.down_bias
-    # gate and up: d_ff rows of d_model; down: d_model rows of d_ff
-    rows = [(spec.d_ff, spec.d_model)] * (2 if spec.gated else 1) + [(spec.d_model, spec.d_ff)]
-    weights = sum(n * (-(-length // _BLOCK) * _BLOCK if blocked else length) for n, length in rows)
-    return round((weights * bits + n_biases * (32.0 if blocked else bits)) / 8)
+    s = settings(
+        tokens=tokens, format=format, group=group, hardware=hardware, tp=tp, context=context, sequences=sequences,
+        dtype=dtype, compute=compute, links=links,
+    )  # fmt: skip
+    return count(resolve(what, variant), s)
 
 
-def flops_per_token(spec: Spec) -> int:
-    """FLOPs of the matrix products for one token, one multiply-add = 2: 6 d_model d_ff gated, 4 d_model d_ff ungated.
+def resolve(what: Any, variant: str | None = None) -> Spec | Block | Model:
+    """What `cost` counts: names and paths looked up. Raises ValueError."""
+    if isinstance(what, (Spec, Block, Model)):
+        return what
+    if not isinstance(what, (str, os.PathLike)):
+        raise ValueError(f"{what!r} is {type(what).__name__}: expected a Spec, a Block, a Model, a name or a path")
+    text = os.fspath(what)
+    if text.endswith(".json") or os.sep in text or Path(text).is_dir():
+        from . import config
 
-    Activation and biases are left out: they are O(d_ff + d_model). The backward pass costs twice this.
-    """
-    return (6 if spec.gated else 4) * spec.d_model * spec.d_ff
-
-
-def equal_budget_width(spec: Spec, *, gated: bool | None = None) -> float:
-    """The d_ff at which an FFN of the other kind has as many matrix weights as `spec`, not rounded.
-
-    gated  the kind wanted; default: the one that `spec` is not. gated from ungated is 2/3 of d_ff, the reverse 3/2.
-    """
-    wanted = (not spec.gated) if gated is None else gated
-    return spec.d_ff * (3 if spec.gated else 2) / (3 if wanted else 2)
+        return config.read(text, variant)
+    return models.get(text)
 
 
-def classic_width(spec: Spec) -> float:
-    """The d_ff at which an FFN of `spec`'s own kind has the classic budget, 2 matrices of d_model x 4 d_model.
+def count(what: Spec | Block | Model, s: Settings) -> Cost:
+    """`cost` of something resolved, under settings that were checked."""
+    spec = what if isinstance(what, Spec) else what.ffn
+    if s.tp > 1:
+        check_split(spec.d_ff, s.tp, s.form.group)
+        attention = None if isinstance(what, Spec) else what.attention
+        if attention is not None and attention.n_heads % s.tp:
+            works = [n for n in range(1, attention.n_heads + 1) if attention.n_heads % n == 0]
+            raise ValueError(f"{attention.n_heads} heads cannot be split over {s.tp} ranks: use tp in {works}")
+    notes: list[str] = []
+    if isinstance(what, Spec):
+        sections, title = {"ffn": parts.ffn_part(what, s)}, what.describe()
+    elif isinstance(what, Block):
+        sections, title = parts.block_parts(what, s), f"block of {what.ffn.describe()}"
+    else:
+        sections, title = parts.model_parts(what, s, notes), f"{what.name}: {what.n_layers} layers of {spec.describe()}"
+    _device_notes(s, notes)
+    whole = list(sections.values())[-1]
+    return Cost(
+        what=title,
+        spec=spec,
+        settings=s,
+        sections=sections,
+        bound=roof.bound(whole),
+        bytes_by_format={name: formats.ffn_bytes(spec, name) for name in formats.FORMATS},
+        saved_bytes={save: ffn.saved_bytes(spec, s.tokens, save, s.dtype) for save in ffn.SAVES},
+        recompute_flop={save: s.tokens * ffn.recompute_flops_per_token(spec, save) for save in ffn.SAVES},
+        notes=notes,
+    )
 
-    4 d_model ungated; 8/3 d_model gated (Shazeer 2020, arXiv:2002.05202): 10922.67 for d_model=4096.
-    """
-    return CLASSIC_RATIO * spec.d_model * (2 / 3 if spec.gated else 1)
+
+def _device_notes(s: Settings, notes: list[str]) -> None:
+    device = s.device
+    if device is None:
+        return
+    if device.verified != "yes":
+        said = f" ({device.from_memory})" if device.from_memory else ""
+        notes.append(f"figures of {device.slug} were not all seen in a source{said}")
+    if device.kind == "CPU" and device.notes:
+        notes.append(f"{device.slug}: {device.notes}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..count import cost
+from ..count import formats
+from ..count.ffn import classic_width, equal_budget_width, flops_per_token
 from .output import number, percent, plain, size, table
 
 
@@ -52,10 +53,10 @@ def _group(f: Any, block_params: int) -> dict[str, Any]:
         "n_params": spec.n_params,
         "block_share": spec.n_params / block_params if block_params else 0.0,
         "d_ff_over_d_model": spec.d_ff / spec.d_model,
-        "classic_width": cost.classic_width(spec),
-        "other_kind_width": cost.equal_budget_width(spec),
-        "flops_per_token": cost.flops_per_token(spec),
-        "bytes": {form: cost.ffn_bytes(spec, form) for form in cost.formats()},
+        "classic_width": classic_width(spec),
+        "other_kind_width": equal_budget_width(spec),
+        "flops_per_token": flops_per_token(spec),
+        "bytes": {form: formats.ffn_bytes(spec, form) for form in formats.COMMON},
         "error": 0.0,
     }
 
