@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 # public name -> (module, attribute); None for the module itself
 _LAZY: dict[str, tuple[str, str | None]] = {
     "explain": ("fanfold.kernels.dispatch", "explain"),
-    "ffn": ("fanfold.kernels.dispatch", "ffn"),
+    "ffn": ("fanfold.kernels.op", "ffn"),
     "find": ("fanfold.models.find", "find"),
     "load": ("fanfold.checkpoints", "load"),
     "nn": ("fanfold.nn", None),
@@ -45,7 +45,8 @@ __all__ = [
 if TYPE_CHECKING:
     from . import nn, numerics
     from .checkpoints import load
-    from .kernels.dispatch import explain, ffn
+    from .kernels.dispatch import explain
+    from .kernels.op import ffn
     from .models.find import find
     from .models.swap import swap, unswap
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .kernels import dispatch
+from .kernels import dispatch, op
 from .kernels import torch as torch_ops
 from .models.linears import pristine
 from .spec import Spec
@@ -100,10 +100,10 @@ class FeedForward(nn.Module):
                 return torch_ops.forward(x, weights)
             dtype = torch.get_autocast_dtype(x.device.type)
             weights = Weights.unchecked(weights.spec, **{n: v.to(dtype) for n, v in weights.items()})
-            return dispatch.ffn(x.to(dtype), weights, backend)
+            return op.ffn(x.to(dtype), weights, backend)
         if torch.compiler.is_compiling() and backend == "auto" and dispatch.needs_grad(x, weights):
             return torch_ops.forward(x, weights)  # in the open, so that the compiler can fuse its backward
-        return dispatch.ffn(x, weights, backend)
+        return op.ffn(x, weights, backend)
 
     def _composed(self, x: Tensor) -> Tensor:
         """The same function through the projections' own calls: hooks fire, adapters count."""

@@ -87,24 +87,8 @@ def choose(x: Tensor, weights: Weights, backend: str = "auto") -> tuple[str, str
     return "torch", f"cpu: {reason}"
 
 
-def ffn(x: Tensor, weights: Weights, backend: str = "auto") -> Tensor:
-    """Apply the feed-forward network to each token.
-
-    y = down @ (act(gate @ x) * (up @ x))
-    x  [..., d_model] float32 or bfloat16 (any float dtype with the torch backend)  ->  [..., d_model], x's dtype.
-    backend  "auto", or a name that then runs or raises. `last_backend()` says which one ran.
-    Sums accumulate in float32; error <= 2 x torch eager in x's dtype. Differentiable.
-    Raises BackendError, with the reason. Reference: Shazeer 2020, arXiv:2002.05202.
-    """
-    if torch.compiler.is_compiling() or (needs_grad(x, weights) and resolve(backend) == "cpu"):
-        from . import op
-
-        return op.apply(x, weights, resolve(backend))
-    return run(x, weights, backend)
-
-
 def run(x: Tensor, weights: Weights, backend: str) -> Tensor:
-    """`ffn` without autograd for the cpu backend: choose, record, compute."""
+    """Choose a backend, record it, compute. No autograd through the cpu backend: that is `op.ffn`'s part."""
     global _last
     name, _ = choose(x, weights, backend)
     _last = name

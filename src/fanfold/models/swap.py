@@ -27,6 +27,7 @@ def swap(
     verify: bool = True,
     inputs: Any = None,
     keep_originals: bool = False,
+    found: list[Found] | None = None,
     progress: Progress | None = None,
 ) -> SwapReport:
     """Run the FFNs of `model` on our kernels.
@@ -36,7 +37,8 @@ def swap(
               inference: weights are converted and the originals freed (keep_originals=True keeps them for unswap).
     backend   "auto", or a name that then runs or raises.
     verify    hold each swapped FFN to the tolerance rule on its own weights; one that fails is put back.
-    inputs    see `find`; progress  called with (done, total).
+    inputs    see `find`; found  what `find` gave for this very model, to spare finding again.
+    progress  called with (done, total).
     -> SwapReport: a row per FFN. While gradients are needed, in training with dropout, under autocast, or when an
     adapter or hook is found, a swapped FFN runs its own code; `rows[i].stepped_aside` counts that.
     Raises FindError if there is no FFN, ValueError on an unknown format or a model already swapped.
@@ -48,13 +50,15 @@ def swap(
     already = [path for path, module in model.named_modules() if is_swapped(module)]
     if already:
         raise ValueError(f"{already[0] or 'the model'} is already swapped: call unswap(model) first")
-    found = find(model, inputs=inputs)
+    if found is None:
+        # identification is the first half of the work
+        found = find(model, inputs=inputs, progress=progress and (lambda done, total: progress(done, 2 * total)))
     packer = Packer(format, keep_originals)
     rows = []
     for i, item in enumerate(found):
         rows.append(_swap_one(model, item, packer, backend, verify))
         if progress is not None:
-            progress(i + 1, len(found))
+            progress(len(found) + i + 1, 2 * len(found))
     return SwapReport(rows=rows)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels import cpu, dispatch
+from ..kernels import cpu, dispatch, op
 from ..kernels import torch as torch_ops
 from ..layout import INTERLEAVED, SEPARATE, Layout
 from ..spec import Spec
@@ -180,7 +180,7 @@ class SwappedFFN(Swapped):
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
         if not compiling:
             state.calls += 1
-        y = dispatch.ffn(x, weights, state.backend)  # type: ignore[possibly-undefined]
+        y = op.ffn(x, weights, state.backend)  # type: ignore[possibly-undefined]
         if state.scale != 1.0:
             y = y * state.scale
         return y + args[0] if state.residual else y

@@ -52,7 +52,7 @@ def bench(loaded: Any, format: str | None, settings: Settings, found: list[Any])
     memory_before = _peak(before, one)
     after = twin(before)
     with progress("swapping, each FFN verified") as step:
-        report = swap(after, format=format, backend=settings.backend, progress=step)
+        report = swap(after, format=format, backend=settings.backend, found=found, progress=step)
     with progress("timing by turns") as step:
         seconds = timing.by_turns(before, after, one, settings.repeats, step)
     with progress("comparing results") as step:

@@ -99,7 +99,7 @@ def _ratio(backend: str, dtype: str, size: tuple[int, int], tokens: int) -> floa
     weights = numerics.random_weights(spec, make=lambda a: torch.tensor(a).to(target))
     x = torch.randn(tokens, spec.d_model, generator=torch.Generator().manual_seed(0)).to(target)
     with torch.no_grad():
-        y, torch_y = dispatch.ffn(x, weights, backend), eager.forward(x, weights)
+        y, torch_y = dispatch.run(x, weights, backend), eager.forward(x, weights)
     return numerics.compare(y, reference.forward(x, weights), torch_y).ratio
 
 
