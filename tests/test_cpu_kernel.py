@@ -472,7 +472,10 @@ def test_where_torch_is_faster(monkeypatch):
     monkeypatch.setattr(cpu, "_torch_bfloat16_limit", lambda: 6)
     for dtype in DTYPES:
         weights = make(Spec(d_model=24, d_ff=32, **GATED), dtype)
-        assert cpu.slower_than_torch(tokens(6, 24, dtype), weights) is None
-        assert cpu.slower_than_torch(tokens(16, 24, dtype), transposed(weights)) is None or dtype == torch.bfloat16
-        assert "transposed" in str(cpu.slower_than_torch(tokens(17, 24), transposed(weights)))
-        assert ("bfloat16" in str(cpu.slower_than_torch(tokens(7, 24, dtype), weights))) == (dtype == torch.bfloat16)
+        up, across = weights.up, transposed(weights).up
+        half = dtype == torch.bfloat16
+        assert cpu.slower_than_torch(tokens(6, 24, dtype), up) is None
+        assert ("bfloat16" in str(cpu.slower_than_torch(tokens(7, 24, dtype), up))) == half
+        assert cpu.slower_than_torch(tokens(7, 24, torch.float32), up) is None
+        assert half or cpu.slower_than_torch(tokens(16, 24, dtype), across) is None
+        assert half or "transposed" in str(cpu.slower_than_torch(tokens(17, 24, dtype), across))

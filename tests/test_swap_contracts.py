@@ -334,7 +334,7 @@ def test_named_backend_and_environment(monkeypatch) -> None:
 
 def test_a_kernel_that_is_wrong_is_caught_and_put_back(monkeypatch) -> None:
     """The verification must fail for each wrong kernel: zeros, one token repeated, another activation."""
-    real = dispatch.BACKENDS["cpu"].forward
+    real = dispatch.BACKENDS["cpu"].attempt
     wrong = {
         "zeros": lambda x, w: torch.zeros_like(real(x, w)),
         "first token everywhere": lambda x, w: real(x, w)[..., :1, :].expand_as(x).contiguous(),
@@ -343,12 +343,12 @@ def test_a_kernel_that_is_wrong_is_caught_and_put_back(monkeypatch) -> None:
     }
     for name, forward in wrong.items():
         model = build(LLAMA)
-        monkeypatch.setattr(dispatch.BACKENDS["cpu"], "forward", forward)
+        monkeypatch.setattr(dispatch.BACKENDS["cpu"], "attempt", forward)
         report = ff.swap(model)
         assert report.n_swapped == 0, name
         assert "verification failed" in report.rows[0].reason
         assert not any(map(is_swapped, model.modules()))
-        monkeypatch.setattr(dispatch.BACKENDS["cpu"], "forward", real)
+        monkeypatch.setattr(dispatch.BACKENDS["cpu"], "attempt", real)
 
 
 def test_report_prints_and_serialises() -> None:

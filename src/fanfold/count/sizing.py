@@ -77,9 +77,7 @@ def size(
     recommended = found[0]
     notes = []
     if c.form.group and d_model % c.form.group:
-        notes.append(
-            f"d_model={d_model} is no multiple of {c.form.group}: rows of gate and up end in part of a group"
-        )
+        notes.append(f"d_model={d_model} is no multiple of {c.form.group}: rows of gate and up end in part of a group")
     listed = _listed(found, limit, spent.exact, published)
     return Sizing(
         spec=_at(unit, recommended.d_ff),
@@ -87,7 +85,7 @@ def size(
         constraints=c,
         candidates=listed,
         recommended=recommended,
-        reason=_reason(recommended, found, spent, published),
+        reason=reason(recommended, found, spent, published),
         round_width=_round_width(unit, spent, c),
         like=published,
         notes=notes,
@@ -216,7 +214,8 @@ def _listed(found: list[Candidate], limit: int, exact: float, published: Width |
     return first + [x for x in found if x.d_ff in must]
 
 
-def _reason(best: Candidate, found: list[Candidate], budget: Budget, published: Width | None) -> str:
+def reason(best: Candidate, found: list[Candidate], budget: Budget, published: Width | None) -> str:
+    """Why `best` is recommended among `found`, in one sentence."""
     kept = ", ".join(best.kept)
     text = (
         f"d_ff={best.d_ff} = {factors(best.d_ff)}, {100 * best.deviation:+.2f} % off the budget, keeps {kept or 'none'}"

@@ -79,9 +79,17 @@ def forward(x: Tensor, weights: Weights) -> Tensor:
     Bit-equal for the same input and instruction set, whatever the thread count. Not differentiable.
     Raises ValueError with the reason where `why_not` gives one.
     """
+    y = attempt(x, weights)
+    if isinstance(y, str):
+        raise ValueError(f"the cpu backend cannot run this call: {y}")
+    return y
+
+
+def attempt(x: Tensor, weights: Weights) -> Tensor | str:
+    """`forward`, or the reason of `why_not` instead of an exception: the quick way to try."""
     plan = _plan(x, weights)
     if isinstance(plan, str):
-        raise ValueError(f"the cpu backend cannot run this call: {plan}")
+        return plan
     isa_id, args = plan
     d = args[0]
     rows, stride, tokens = _rows(x, d)
@@ -309,12 +317,12 @@ def _torch_bfloat16_limit() -> int:
     return next((limit for name, limit in _BFLOAT16_UNITS.items() if has[name]), 1 << 62)
 
 
-def slower_than_torch(x: Tensor, weights: Weights) -> str | None:
-    """Why `auto` should rather take PyTorch's ops for a call that could run here, or None."""
-    spec, up = weights.spec, weights.up
-    tokens = x.numel() // spec.d_model
-    if x.dtype == torch.bfloat16 and up.dtype == torch.bfloat16 and tokens > _torch_bfloat16_limit():
-        return f"{tokens} tokens in bfloat16: PyTorch uses this CPU's bfloat16 unit, the kernels multiply in float32"
-    if tokens > 16 and not _orientations(up.stride(), spec.d_ff, spec.d_model)[0]:
-        return f"{tokens} tokens with transposed weights: 0.6 to 0.8 x PyTorch's speed"
+def slower_than_torch(x: Tensor, weight: Tensor) -> str | None:
+    """Why `auto` should rather take PyTorch's ops for x [..., n_in] and weight [n_out, n_in], or None."""
+    tokens = x.numel() // weight.shape[1]
+    if x.dtype is torch.bfloat16 and weight.dtype is torch.bfloat16 and tokens > _torch_bfloat16_limit():
+        limit = _torch_bfloat16_limit()
+        return f"PyTorch is faster: more than {limit} tokens in bfloat16, for which this CPU has a unit of its own"
+    if tokens > 16 and x.dtype is weight.dtype and weight.stride(1) != 1 and weight.shape[1] != 1:
+        return "PyTorch is faster: more than 16 tokens with transposed weights"
     return None

@@ -62,12 +62,7 @@ def _auto_objection(x: Tensor, weights: Weights) -> str | None:
     """Why `auto` would not take the cpu backend although it could run."""
     if needs_grad(x, weights):
         return "gradients are needed: PyTorch's own ops keep what backward needs, the cpu kernel would recompute it"
-    return slower_than_torch(x, weights.up)
-
-
-def slower_than_torch(x: Tensor, weight: Tensor) -> str | None:
-    """Why PyTorch's own matrix products would be faster for x [..., in] and weight [out, in], or None."""
-    return None
+    return cpu.slower_than_torch(x, weights.up)
 
 
 def choose(x: Tensor, weights: Weights, backend: str = "auto") -> tuple[str, str]:
@@ -90,6 +85,11 @@ def choose(x: Tensor, weights: Weights, backend: str = "auto") -> tuple[str, str
 def run(x: Tensor, weights: Weights, backend: str) -> Tensor:
     """Choose a backend, record it, compute. No autograd through the cpu backend: that is `op.ffn`'s part."""
     global _last
+    if backend == "auto" and resolve(backend) == "auto" and _auto_objection(x, weights) is None:
+        y = cpu.attempt(x, weights)
+        if not isinstance(y, str):
+            _last = "cpu"
+            return y
     name, _ = choose(x, weights, backend)
     _last = name
     return BACKENDS[name].forward(x, weights)

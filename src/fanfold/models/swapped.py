@@ -26,7 +26,7 @@ from .linears import global_hooks, matrix, pristine
 GRADIENTS = "gradients are needed"
 TRAINING = "training mode with dropout"
 AUTOCAST = "autocast is on"
-_QUIET = (GRADIENTS, TRAINING, AUTOCAST)
+_QUIET = (GRADIENTS, TRAINING, AUTOCAST, "PyTorch is faster", "torch.compile", "backend torch")
 
 
 class LinearState:
@@ -40,7 +40,7 @@ class LinearState:
         self.originals: dict[str, tuple[torch.dtype, bool, nn.Parameter | None]] = {}
 
     def step_aside(self, reason: str) -> None:
-        if reason not in self.aside and reason not in _QUIET:
+        if reason not in self.aside and not reason.startswith(_QUIET):
             warnings.warn(f"fanfold: {self.path} runs its own code: {reason}", stacklevel=4)
         self.aside[reason] += 1
 
@@ -169,11 +169,15 @@ class SwappedFFN(Swapped):
         reason = state.objection(self, x, args, kwargs)  # type: ignore[arg-type]
         if reason is None:
             weights = state.weights(self)  # type: ignore[arg-type]
-            if state.backend == "auto" and dispatch.needs_grad(x, weights):
+            if state.backend == "auto" and not compiling:
+                if dispatch.needs_grad(x, weights):
+                    reason = GRADIENTS
+                else:
+                    reason = cpu.slower_than_torch(x, weights.up)
+                    if reason is None and x.dtype != weights.up.dtype:
+                        reason = cpu.why_not(x, weights)  # packed: PyTorch's ops refuse the mixture, the linears do not
+            elif compiling and dispatch.needs_grad(x, weights):
                 reason = GRADIENTS
-            elif state.backend == "auto" and x.dtype != weights.up.dtype:
-                # Packed weights: PyTorch's ops would refuse the mixture, the packed linears would not.
-                reason = cpu.why_not(x, weights) or dispatch.slower_than_torch(x, weights.up)
         if reason is not None:
             if not compiling:
                 state.step_aside(reason)
@@ -218,7 +222,7 @@ class SwappedLinear(Swapped):
             if reason is not None:
                 raise dispatch.BackendError(f"backend 'cpu' cannot run {self._fanfold.path}: {reason}")
             return None
-        return reason or dispatch.slower_than_torch(x, weight)
+        return reason or cpu.slower_than_torch(x, weight)
 
 
 class _SwappedType(type):
