@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from families import FAMILIES, F, Family, build, inputs, logits
 
 import fanfold as ff
+from families import FAMILIES, F, Family, build, inputs, logits
 from fanfold import numerics
 
 pytestmark = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from . import count_verbs
 from .failures import INTERRUPTED, guarded
 from .output import emit, progress, stdout_kept
 
@@ -158,6 +159,10 @@ def demo(repeats: Repeats = 5, json: Json = False) -> None:
         document = work.demo(Settings(repeats=repeats), show=not json)
     if json:
         emit(document)
+
+
+app.command()(count_verbs.size)
+app.command()(count_verbs.cost)
 
 
 @app.command()

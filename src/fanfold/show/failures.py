@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import typer
 
 F = TypeVar("F", bound=Callable[..., Any])
+USAGE = 2
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 _OPTIONAL = ("transformers", "accelerate")  # what `fanfold[models]` adds
 # what torch's allocators say, each in its own words
@@ -47,6 +49,15 @@ def guarded(verb: F) -> F:
             raise
 
     return run  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def usage() -> Iterator[None]:
+    """While arguments are read and looked up: a ValueError is wrong usage, exit code 2 with its one line on stderr."""
+    try:
+        yield
+    except ValueError as error:
+        raise _failed(first_line(error), USAGE) from None
 
 
 def _failed(message: str, code: int = 1) -> typer.Exit:
