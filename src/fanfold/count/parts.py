@@ -171,7 +171,7 @@ _SUMS = {
     "moved_bytes": ("bytes moved per device", "B"),
     "memory_s": ("time to move the bytes", "s"),
     "compute_s": ("time to multiply", "s"),
-    "floor_s": ("floor: the parts one after the other", "s"),
+    "floor_s": ("floor of the time", "s"),
     "all_reduce_s": ("all-reduce time", "s"),
 }
 

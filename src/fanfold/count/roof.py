@@ -66,7 +66,7 @@ def add_times(figures: Figures, s: Settings, weight_bytes: float, token_bytes: f
             flop=flop, tp=s.tp, flop_per_s=peak,
         )  # fmt: skip
     floor = max(memory, compute or 0.0)
-    figures.add("floor_s", "floor: no device can be faster", "s", floor, "max(memory_s, compute_s)",
+    figures.add("floor_s", "floor of the time", "s", floor, "max(memory_s, compute_s)",
                 memory_s=memory, compute_s=compute or 0.0)  # fmt: skip
     _add_ridge(figures, s, weight_bytes, token_bytes, flop, rate, peak)
 
