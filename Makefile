@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
 # accelerate: transformers reads GGUF files only with it
-RUNTIME := numpy torch safetensors gguf typer rich transformers accelerate
+RUNTIME := numpy torch safetensors gguf typer rich matplotlib transformers accelerate
 BUILD   := scikit-build-core nanobind cmake ninja
 TOOLS   := pytest hypothesis ruff pyright[nodejs] clang-format
 # Used only as data: their own dependencies (an inference engine, a web client) are not wanted.

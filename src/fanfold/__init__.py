@@ -16,12 +16,14 @@ __version__ = "0.1.0"
 
 # public name -> (module, attribute); None for the module itself
 _LAZY: dict[str, tuple[str, str | None]] = {
+    "cost": ("fanfold.count.cost", "cost"),
     "explain": ("fanfold.kernels.dispatch", "explain"),
     "ffn": ("fanfold.kernels.op", "ffn"),
     "find": ("fanfold.models.find", "find"),
     "load": ("fanfold.checkpoints", "load"),
     "nn": ("fanfold.nn", None),
     "numerics": ("fanfold.numerics", None),
+    "size": ("fanfold.count.sizing", "size"),
     "swap": ("fanfold.models.swap", "swap"),
     "unswap": ("fanfold.models.swap", "unswap"),
 }
@@ -30,6 +32,7 @@ __all__ = [
     "Spec",
     "Weights",
     "activations",
+    "cost",
     "explain",
     "ffn",
     "find",
@@ -38,6 +41,7 @@ __all__ = [
     "nn",
     "numerics",
     "reference",
+    "size",
     "swap",
     "unswap",
 ]
@@ -45,6 +49,8 @@ __all__ = [
 if TYPE_CHECKING:
     from . import nn, numerics
     from .checkpoints import load
+    from .count.cost import cost
+    from .count.sizing import size
     from .kernels.dispatch import explain
     from .kernels.op import ffn
     from .models.find import find

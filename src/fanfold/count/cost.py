@@ -70,8 +70,14 @@ class Cost:
         return [f"{name}: {line}" for name, figures in self.sections.items() for line in figures.why()]
 
     def __str__(self) -> str:
-        lines = [f"{self.what}: {self.settings.tokens} tokens, {self.settings.form.name}"]
-        lines += [f"  {f.label}: {f.value if f.value is not None else f.note} {f.unit}" for f in self.whole.values()]
+        s = self.settings
+        place = f", {s.device.slug}" if s.device else ""
+        lines = [f"{self.what}; tokens: {s.tokens}, format: {s.form.name}, tp: {s.tp}{place}"]
+        for f in self.whole.values():
+            value = (
+                f.note if f.value is None else f"{f.value:,.0f}" if float(f.value).is_integer() else f"{f.value:.6g}"
+            )
+            lines.append(f"  {f.label}: {value} {f.unit}".rstrip())
         return "\n".join(lines)
 
 

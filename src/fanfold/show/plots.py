@@ -27,11 +27,14 @@ def draw(path: Path, sweep: Sweep, title: str, widths: dict[float, list[Widened]
 
     tokens  with hardware, the roofline and the times of decode to prefill; without, FLOPs and bytes.
     d_ff    the floor (without hardware the bytes) over d_ff; with `widths`, wider d_ff against wider d_model.
-    Raises ValueError for another suffix, ImportError without Matplotlib. Written whole or not at all.
+    Raises ValueError for another suffix, and without Matplotlib. Written whole or not at all.
     """
     check(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError("a plot needs Matplotlib, which is not installed: pip install 'fanfold[plots]'") from None
 
     timed = "floor_s" in sweep.costs[0].whole
     figure = Figure(figsize=(11, 4.6), layout="constrained")
