@@ -71,12 +71,10 @@ class Hardware:
 
         Between two measured sizes the rate of the smaller one holds: a bound must not be too slow.
         """
-        found = self.bytes_per_s
-        if self.read_rates:
-            fitting = [rate for size, rate in self.read_rates if size >= n_bytes] or [self.read_rates[-1][1]]
-            below = [rate for size, rate in self.read_rates if size < n_bytes]
-            found = max(below[-1] if below else 0.0, fitting[0])
-        return found
+        if not self.read_rates:
+            return self.bytes_per_s
+        reached = [rate for size, rate in self.read_rates if size <= n_bytes]
+        return reached[-1] if reached else self.read_rates[0][1]
 
     def peak(self, dtype: str) -> float | None:
         """FLOP/s of dense products in `dtype`, or None where it is not known."""
