@@ -1,4 +1,4 @@
-"""How fast this machine reads memory and multiplies: measured with NumPy's BLAS in under 3 seconds, then cached.
+"""How fast this machine reads memory and multiplies: measured with NumPy in under 3 seconds, then cached.
 
 No torch. Other programs slow a machine down but never speed it up, so a new measurement can only raise what the
 cache holds: the largest figure ever seen is the nearest to the limit.
@@ -7,6 +7,7 @@ cache holds: the largest figure ever seen is the nearest to the limit.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -14,8 +15,9 @@ import json
 import os
 import platform
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ import numpy as np
 _VERSION = 1  # of the cache file
 _MIB = 1 << 20
 _SIZES = (4 * _MIB, 16 * _MIB, 64 * _MIB, 256 * _MIB)  # working sets, the last beyond most caches
-_COLUMNS = 4096
-_SIDE = 768  # a product short enough to fit between other programs' turns
+_PART = 8 * _MIB  # read at a time by one thread: half a millisecond, so that some parts escape other programs
+_SIDE = 384  # of the product that one thread repeats, for the same reason
+_PERCENTILE = 0.9  # of a thread's rates that counts: slower parts were disturbed, the very fastest lay in a cache
+_BUSY = 0.5  # load per CPU from which a measurement says so
 _SECONDS = 0.3  # per measurement; five of them
 # Products per second of a unit over those of the same core's float32 vectors: what the instruction does in a cycle.
 _UNITS = (
@@ -130,16 +134,13 @@ def _larger(a: Probe, b: Probe) -> Probe:
 def _measure() -> Probe:
     memory = _memory_bytes()
     sizes = [s for s in _SIZES if memory is None or s < memory / 8] or [_SIZES[0]]
-    weights = np.ones((sizes[-1] // (4 * _COLUMNS), _COLUMNS), np.float32)
-    x = np.ones(_COLUMNS, np.float32)
-    rates = []
-    for size in sizes:
-        part = weights[: size // (4 * _COLUMNS)]
-        y = np.empty(part.shape[0], np.float32)
-        rates.append((size, size / _fastest(functools.partial(np.matmul, part, x, out=y))))
-    a, b, c = (np.ones((_SIDE, _SIDE), np.float32) for _ in range(3))
-    fp32 = 2 * _SIDE**3 / _fastest(functools.partial(np.matmul, a, b, out=c))
+    load = _load_average()
+    words = np.ones(sizes[-1] // 8, np.int64)
+    rates = [(size, _read_rate(words[: size // 8])) for size in sizes]
+    fp32 = _product_rate()
     flops, notes = _by_dtype(fp32)
+    if load is not None and load > _BUSY * threads():
+        notes += f"; measured under load ({load:.1f} on {threads()} CPUs), --probe on a quiet machine raises it"
     return Probe(
         processor=processor(),
         threads=threads(),
@@ -152,6 +153,82 @@ def _measure() -> Probe:
     )
 
 
+def _read_rate(words: np.ndarray[Any, np.dtype[np.int64]]) -> float:
+    """Bytes per second of all threads, each reading its own share of `words` over and over, part by part."""
+    share = len(words) // threads()
+    length = max(1, min(_PART // 8, share))
+
+    def task(index: int) -> list[Callable[[], object]]:
+        own = words[index * share : (index + 1) * share]
+        parts = [own[i : i + length] for i in range(0, share - length + 1, length)]
+        return [functools.partial(np.bitwise_or.reduce, part) for part in parts]
+
+    return length * 8 * sum(1 / t for t in _seconds(task))
+
+
+def _product_rate() -> float:
+    """FLOP/s in float32 of all threads, each with products of its own; one thread's BLAS cannot be had everywhere."""
+
+    def task(_: int) -> list[Callable[[], object]]:
+        a, b, c = (np.ones((_SIDE, _SIDE), np.float32) for _ in range(3))
+        return [functools.partial(np.matmul, a, b, out=c)]
+
+    flop = 2 * _SIDE**3
+    with _blas_of_one_thread() as alone:
+        if alone:
+            return flop * sum(1 / t for t in _seconds(task))
+    return flop / min(_seconds(task, 1))
+
+
+def _seconds(task: Callable[[int], list[Callable[[], object]]], count: int | None = None) -> list[float]:
+    """For each thread the time of one of its parts, at the percentile that counts. All run at the same time."""
+    found: list[float] = []
+
+    def run(index: int) -> None:
+        parts = task(index)
+        times = []
+        end = time.perf_counter() + _SECONDS
+        while time.perf_counter() < end or len(times) < 2 * len(parts):
+            for part in parts:
+                begin = time.perf_counter()
+                part()
+                times.append(time.perf_counter() - begin)
+        times = sorted(times[len(parts) :])  # the first round fills the caches
+        found.append(times[int((1 - _PERCENTILE) * len(times))])
+
+    workers = [threading.Thread(target=run, args=(i,)) for i in range(count or threads())]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return found
+
+
+@contextlib.contextmanager
+def _blas_of_one_thread() -> Iterator[bool]:
+    """While it lasts, NumPy's OpenBLAS uses the calling thread only; yields False where that is not NumPy's BLAS."""
+    functions = _openblas()
+    if functions is None:
+        yield False
+        return
+    get, set_ = functions
+    before = get()
+    set_(1)
+    try:
+        yield True
+    finally:
+        set_(before)
+
+
+def _openblas() -> tuple[Any, Any] | None:
+    """The functions that get and set the number of threads of the OpenBLAS that NumPy's wheels carry, or None."""
+    for path in Path(np.__file__).parents[1].glob("numpy.libs/*openblas*"):
+        with contextlib.suppress(OSError, AttributeError):
+            library = ctypes.CDLL(str(path))
+            return library.scipy_openblas_get_num_threads64_, library.scipy_openblas_set_num_threads64_
+    return None
+
+
 def _falling(rates: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """A smaller working set is read at least as fast: it lies in no slower a cache."""
     out: list[tuple[int, float]] = []
@@ -160,18 +237,6 @@ def _falling(rates: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
         best = max(best, rate)
         out.append((size, best))
     return tuple(reversed(out))
-
-
-def _fastest(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of many runs: what other programs take away is not the machine's limit."""
-    run()
-    best = float("inf")
-    end = time.perf_counter() + _SECONDS
-    while time.perf_counter() < end:
-        begin = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - begin)
-    return best
 
 
 def _by_dtype(fp32: float) -> tuple[dict[str, float], str]:
@@ -186,6 +251,14 @@ def _by_dtype(fp32: float) -> tuple[dict[str, float], str]:
             flops[dtype] = fp32
             notes.append(f"{dtype}: as fp32, widened")
     return flops, "; ".join(notes)
+
+
+def _load_average() -> float | None:
+    """Processes that ran or waited to run over the last minute, or None where the system does not say."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return None
 
 
 def threads() -> int:

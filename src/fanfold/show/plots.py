@@ -95,7 +95,7 @@ def _roofline(ax: Any, sweep: Sweep) -> None:
         span = [min(span[0], ridge / 4), max(span[1], ridge * 4)]
         ax.plot([span[0], ridge, span[1]], [span[0] * rate, peak / 1e12, peak / 1e12], color=_GREY, linewidth=1.5)
         ax.annotate(f"peak {peak / 1e12:.4g} TFLOP/s in {settings.compute}", (span[1], peak / 1e12), fontsize=8,
-                    ha="right", va="bottom", color=_GREY)  # fmt: skip
+                    ha="right", va="bottom", color=_GREY, xytext=(0, 4), textcoords="offset points")  # fmt: skip
     else:
         ax.plot(span, [v * rate for v in span], color=_GREY, linewidth=1.5)
     ax.annotate(f"{rate * 1e3:.4g} GB/s", (span[0] * 1.2, span[0] * 1.2 * rate), fontsize=8, va="top", ha="left",
@@ -122,7 +122,7 @@ def _crossover(ax: Any, sweep: Sweep) -> None:
     ridge = sweep.costs[0].whole["ridge_tokens"].value if "ridge_tokens" in sweep.costs[0].whole else None
     if ridge is not None and sweep.values[0] < ridge < sweep.values[-1]:
         ax.axvline(ridge, color=_GREY, linewidth=1, linestyle="--")
-        ax.annotate(f" {ridge:.0f} tokens", (ridge, min(memory)), fontsize=8, color=_GREY, va="bottom")
+        ax.annotate(f" {ridge:.0f} tokens", (ridge, 0.03), xycoords=("data", "axes fraction"), fontsize=8, color=_GREY)
     if "step_s" in sweep.costs[0].whole and sweep.costs[0].settings.tp > 1:
         steps = [c.whole["step_s"].value for c in sweep.costs]
         if all(v is not None for v in steps):
