@@ -71,7 +71,7 @@ def main() -> int:
                 seconds = measured(spec, tokens, dtype)
                 share = floor["floor_s"] / seconds
                 verdict = judge(share, floor["weight_bytes"], tokens)
-                label = f"{d_model}x{d_ff} {name} {tokens} tokens"
+                label = f"{d_model}x{d_ff} {name}, tokens: {tokens}"
                 if verdict != "ok":
                     wrong.append(f"{label}: floor is {100 * share:.0f} % of the measured time, {verdict}")
                 rows.append([label, number(1e3 * floor["floor_s"]), number(1e3 * seconds), f"{100 * share:.0f}",

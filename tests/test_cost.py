@@ -424,6 +424,14 @@ def test_plan():
     assert any("tp=1: 141.8 GB do not fit" in note for note in made.notes)
 
 
+def test_plan_has_no_more_ranks_than_devices():
+    """50 µs for this FFN take 16 ranks: 8 devices cannot."""
+    spec = models.get("llama-3-70b").ffn
+    made = plan.plan(spec, conditions.settings(hardware="h200"), devices=(8, 64), targets_s=(5e-5,))
+    assert made.at(5e-5, 8) is None
+    assert made.at(5e-5, 64).tp == 16
+
+
 def test_plan_needs_links():
     with pytest.raises(ValueError, match="a plan needs a device"):
         plan.plan(LLAMA, conditions.settings())

@@ -13,8 +13,6 @@ from fanfold import Spec
 from fanfold.count import explain, ffn, formats, hardware, like, models, rules, sizing
 from fanfold.count.settings import check_split
 
-H100 = hardware.get("h100-sxm-80gb")
-
 
 def broken(d_ff: int, d_model: int = 4096, **kwargs) -> set[str]:
     spec = Spec.parse("swiglu", d_model=d_model, d_ff=d_ff)
@@ -38,7 +36,8 @@ def test_llama_rule(d_model, multiplier, multiple_of, d_ff):
 
 
 def test_llama_rule_truncates_after_each_step():
-    """int() twice: 1.3 * 21845 = 28398.5 -> 28398, and a multiple_of of 1 shows it."""
+    """int() twice: 1.3 * 10922 = 14198.6 -> 14198, and a multiple_of of 1 shows it."""
+    assert like.like("llama", 4096, 1.3, 1).d_ff == 14198
     assert like.like("llama", 8192, 1.3, 1).d_ff == 28398
     assert like.like("llama", 4096, None, 1).d_ff == 10922
     steps = like.like("llama", 8192, 1.3, 4096).steps

@@ -27,8 +27,8 @@ _VERSION = 1  # of the cache file
 _MIB = 1 << 20
 _SIZES = (4 * _MIB, 16 * _MIB, 64 * _MIB, 256 * _MIB)  # working sets, the last beyond most caches
 _PART = 8 * _MIB  # read at a time by one thread: half a millisecond, so that some parts escape other programs
-_SIDE = 384  # of the product that one thread repeats, for the same reason
-_PERCENTILE = 0.9  # of a thread's rates that counts: slower parts were disturbed, the very fastest lay in a cache
+_SIDE = 512  # of the product that one thread repeats, for the same reason
+_PERCENTILE = 0.98  # of a thread's reads that counts: slower parts were disturbed, the very fastest lay in a cache
 _BUSY = 0.5  # load per CPU from which a measurement says so
 _SECONDS = 0.3  # per measurement; five of them
 # Products per second of a unit over those of the same core's float32 vectors: what the instruction does in a cycle.
@@ -163,7 +163,7 @@ def _read_rate(words: np.ndarray[Any, np.dtype[np.int64]]) -> float:
         parts = [own[i : i + length] for i in range(0, share - length + 1, length)]
         return [functools.partial(np.bitwise_or.reduce, part) for part in parts]
 
-    return length * 8 * sum(1 / t for t in _seconds(task))
+    return length * 8 * sum(1 / t for t in _seconds(task, _PERCENTILE))
 
 
 def _product_rate() -> float:
@@ -176,12 +176,14 @@ def _product_rate() -> float:
     flop = 2 * _SIDE**3
     with _blas_of_one_thread() as alone:
         if alone:
-            return flop * sum(1 / t for t in _seconds(task))
-    return flop / min(_seconds(task, 1))
+            return flop * sum(1 / t for t in _seconds(task, 1.0))
+    return flop / min(_seconds(task, 1.0, 1))
 
 
-def _seconds(task: Callable[[int], list[Callable[[], object]]], count: int | None = None) -> list[float]:
-    """For each thread the time of one of its parts, at the percentile that counts. All run at the same time."""
+def _seconds(
+    task: Callable[[int], list[Callable[[], object]]], percentile: float, count: int | None = None
+) -> list[float]:
+    """For each thread the time of one of its parts, at that percentile of their speed. All run at the same time."""
     found: list[float] = []
 
     def run(index: int) -> None:
@@ -194,7 +196,7 @@ def _seconds(task: Callable[[int], list[Callable[[], object]]], count: int | Non
                 part()
                 times.append(time.perf_counter() - begin)
         times = sorted(times[len(parts) :])  # the first round fills the caches
-        found.append(times[int((1 - _PERCENTILE) * len(times))])
+        found.append(times[int((1 - percentile) * len(times))])
 
     workers = [threading.Thread(target=run, args=(i,)) for i in range(count or threads())]
     for worker in workers:
