@@ -501,6 +501,18 @@ def test_rate_of_a_working_set():
     assert [device.rate(n) for n in (1, 100, 101, 1000, 1e9)] == [50, 50, 50, 10, 10]
 
 
+def test_a_model_is_read_at_the_rate_of_all_its_layers():
+    """One layer fits the cache, 30 do not: alone it is read fast, in the model at the memory's rate."""
+    device = hardware.Hardware(
+        slug="x", name="x", kind="CPU", peak_flops={"bf16": 1e15}, bytes_per_s=1e9, memory_bytes=None, cores=1,
+        links=None, source="", verified="yes", read_rates=((1e6, 9e9), (1e8, 1e9)),
+    )  # fmt: skip
+    model = models.get("smollm2-135m")
+    assert ff.cost(model.ffn, hardware=device)["memory_s"] == pytest.approx(ff.cost(model.ffn)["moved_bytes"] / 9e9)
+    found = ff.cost(model, hardware=device)
+    assert found["memory_s"] == pytest.approx(found["moved_bytes"] / 1e9)
+
+
 @pytest.fixture
 def fake(monkeypatch, tmp_path):
     """A probe that measures at once and counts how often."""

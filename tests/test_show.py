@@ -60,9 +60,14 @@ def fails(*args: object, code: int = 1) -> str:
 
 GOLDEN = """
 bench MODEL --format --dtype --backend --prompt-tokens --new-tokens --repeats --text --text-tokens --prompt --json
+cost WHAT --variant --bias --tokens --format --group --hardware --tp --heads --kv-heads --head-dim --context \
+--sequences --dtype --compute --sweep --plot --plan --devices --target-ms --intra-GBps --intra-us --inter-GBps \
+--inter-us --base-us --devices-per-node --probe --list --why --json
 demo --repeats --json
 doctor --json
 inspect MODEL --json
+size --d-model --variant --bias --budget --params --flops-per-token --bytes --tp --format --group --hardware \
+--multiple-of --tokens --like --multiplier --explain --limit --measure --list --why --json
 swap MODEL --format --backend --dtype --json
 """
 

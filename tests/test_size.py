@@ -224,8 +224,11 @@ def test_planner_rounds_to_the_least_common_multiple():
     assert found.constraints.step == math.lcm(6 * 32, 100)
     assert found.recommended.d_ff % 4800 == 0
     assert ff.size(1000, format="int4").notes == [
-        "d_model=1000 is no multiple of 32: rows of gate and up end in part of a group"
+        "d_model=1000 is no multiple of 32: rows of gate and up end in part of a group",
+        "d_model=1000 is no multiple of 256: gate and up cannot be k-quants, whatever d_ff is",
     ]
+    assert not ff.size(4096, format="int4").notes
+    assert "d_model = 896, are 3.5 super-blocks: no k-quants" in "".join(explain.explain("qwen2-0.5b").sentences())
 
 
 variants = st.sampled_from(["swiglu", "geglu", "gelu", "relu"])

@@ -150,9 +150,10 @@ def count(what: Spec | Block | Model, s: Settings) -> Cost:
     if isinstance(what, Spec):
         sections, title = {"ffn": parts.ffn_part(what, s)}, what.describe()
     elif isinstance(what, Block):
-        sections, title = parts.block_parts(what, s), f"block of {what.ffn.describe()}"
+        sections, title = parts.block_parts(what, _together(what, s)), f"block of {what.ffn.describe()}"
     else:
-        sections, title = parts.model_parts(what, s, notes), f"{what.name}: {what.n_layers} layers of {spec.describe()}"
+        sections = parts.model_parts(what, _together(what, s), notes)
+        title = f"{what.name}: {what.n_layers} layers of {spec.describe()}"
     _device_notes(s, notes)
     whole = list(sections.values())[-1]
     return Cost(
@@ -166,6 +167,14 @@ def count(what: Spec | Block | Model, s: Settings) -> Cost:
         recompute_flop={save: s.tokens * ffn.recompute_flops_per_token(spec, save) for save in ffn.SAVES},
         notes=notes,
     )
+
+
+def _together(what: Block | Model, s: Settings) -> Settings:
+    """Settings with the bytes of all parts as the working set, for a device whose rate depends on that."""
+    if s.device is None or not s.device.read_rates:
+        return s
+    sections = parts.block_parts(what, s) if isinstance(what, Block) else parts.model_parts(what, s, [])
+    return s.replace(working_set=list(sections.values())[-1].value("moved_bytes"))
 
 
 def _device_notes(s: Settings, notes: list[str]) -> None:

@@ -9,7 +9,7 @@ from . import ffn, like, models
 from .candidates import factors
 from .formats import FORMATS, GROUPS
 from .models import Model
-from .rules import Constraints, Rule, rules
+from .rules import SUPER_BLOCK, Constraints, Rule, rules
 from .sizing import constraints
 
 _MULTIPLIERS = (None, 1.3, 1.2, 1.5, 1.0)
@@ -86,6 +86,9 @@ class Explanation:
         kept = [r.name for r in self.rules if r.kept]
         broken = [f"{r.name} ({r.detail})" for r in self.rules if not r.kept]
         out.append(f"keeps {', '.join(kept) or 'no rule'}; breaks {'; '.join(broken) or 'none'}")
+        if spec.d_model % SUPER_BLOCK:
+            blocks = spec.d_model / SUPER_BLOCK
+            out.append(f"rows of gate and up, d_model = {spec.d_model}, are {blocks:g} super-blocks: no k-quants there")
         out.append(f"whole over tp = {_some(self.ranks)}")
         out += [f"whole groups of {g} over tp = {_some(r)}" for g, r in self.ranks_by_group.items()]
         if m.note:

@@ -49,7 +49,7 @@ def add_times(figures: Figures, s: Settings, weight_bytes: float, token_bytes: f
     if device is None:
         return
     moved = figures.value("moved_bytes")
-    rate = device.rate(moved)
+    rate = device.rate(max(moved, s.working_set))
     memory = figures.add(
         "memory_s", "time to move the bytes", "s", moved / rate, "moved_bytes / bytes_per_s",
         moved_bytes=moved, bytes_per_s=rate,

@@ -9,7 +9,7 @@ from ..spec import Spec
 from .formats import Format
 from .hardware import Hardware
 
-_SUPER_BLOCK = 256  # weights in a super-block of GGUF's k-quants: ggml-org/ggml src/ggml-common.h, QK_K
+SUPER_BLOCK = 256  # weights in a super-block of GGUF's k-quants: ggml-org/ggml src/ggml-common.h, QK_K
 _FP8_UNIT = 16  # elements to which fp8 products are cut: NVIDIA Transformer Engine
 _POWER = 128  # the power of two that a width should have as a factor
 # Points for a width that the matrix unit cannot cut whole, times (1 - p / unit)^3, p the largest power of two in it: on
@@ -95,9 +95,7 @@ def rules(spec: Spec, c: Constraints) -> list[Rule]:
         _rule("fp8_16", _whole(d_ff, tp * _FP8_UNIT), f"{local:.6g} / {_FP8_UNIT} = {local / _FP8_UNIT:.6g}",
               10, hard=c.form.name == "fp8")
     )  # fmt: skip
-    found.append(
-        _rule("k_quant_256", d_ff % _SUPER_BLOCK == 0, f"{d_ff} / {_SUPER_BLOCK} = {d_ff / _SUPER_BLOCK:.6g}", 6)
-    )
+    found.append(_rule("k_quant_256", d_ff % SUPER_BLOCK == 0, f"{d_ff} / {SUPER_BLOCK} = {d_ff / SUPER_BLOCK:.6g}", 6))
     found.append(_rule("power_of_two", power >= _POWER, f"{power} divides a rank's width, {_POWER} wanted", 4))
     found += _tiles(spec, c)
     return found

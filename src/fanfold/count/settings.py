@@ -22,6 +22,7 @@ class Settings:
     context    positions that each token attends to.
     form       how weights are stored; dtype: of the activations; compute: of the products.
     device     None: no times.      tp: ranks that share each matrix.      links: None where not known.
+    working_set  bytes that are read by turns with what is counted: a layer of a model does not stay in a cache.
     """
 
     tokens: int
@@ -33,6 +34,7 @@ class Settings:
     device: Hardware | None
     tp: int
     links: Links | None
+    working_set: float = 0.0
 
     @property
     def width(self) -> int:

@@ -12,7 +12,7 @@ from .formats import ffn_bytes
 from .hardware import Hardware
 from .like import Width
 from .like import like as published_width
-from .rules import Constraints, rules, utilisation
+from .rules import SUPER_BLOCK, Constraints, rules, utilisation
 from .settings import positive
 
 _STEPS = (1, 2, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -78,6 +78,10 @@ def size(
     notes = []
     if c.form.group and d_model % c.form.group:
         notes.append(f"d_model={d_model} is no multiple of {c.form.group}: rows of gate and up end in part of a group")
+    if d_model % SUPER_BLOCK:
+        notes.append(
+            f"d_model={d_model} is no multiple of {SUPER_BLOCK}: gate and up cannot be k-quants, whatever d_ff is"
+        )
     listed = _listed(found, limit, spent.exact, published)
     return Sizing(
         spec=_at(unit, recommended.d_ff),

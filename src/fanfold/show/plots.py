@@ -140,7 +140,7 @@ def _time_unit(sweep: Sweep) -> tuple[str, float]:
 def _over_width(ax: Any, sweep: Sweep) -> None:
     unit, scale = _time_unit(sweep)
     ax.plot(sweep.values, [v * scale for v in _values(sweep, "floor_s")], "o-", color=_BLUE, markersize=3)
-    _axes(ax, f"Floor at {sweep.costs[0].settings.tokens} tokens", "d_ff, channels", unit, log=False)
+    _axes(ax, f"Floor, tokens: {sweep.costs[0].settings.tokens}", "d_ff, channels", unit, log=False)
     ax.set_ylim(bottom=0)
 
 
