@@ -14,7 +14,7 @@ from torch import nn
 import fanfold as ff
 from families import FAMILIES, build, inputs, logits
 from fanfold import numerics
-from fanfold.kernels import dispatch
+from fanfold.kernels import cpu, dispatch
 from fanfold.models.swapped import is_swapped
 
 LLAMA = next(f for f in FAMILIES if f.name == "llama")
@@ -334,7 +334,7 @@ def test_named_backend_and_environment(monkeypatch) -> None:
 
 def test_a_kernel_that_is_wrong_is_caught_and_put_back(monkeypatch) -> None:
     """The verification must fail for each wrong kernel: zeros, one token repeated, another activation."""
-    real = dispatch.BACKENDS["cpu"].attempt
+    real = cpu.attempt
     wrong = {
         "zeros": lambda x, w: torch.zeros_like(real(x, w)),
         "first token everywhere": lambda x, w: real(x, w)[..., :1, :].expand_as(x).contiguous(),
@@ -343,12 +343,14 @@ def test_a_kernel_that_is_wrong_is_caught_and_put_back(monkeypatch) -> None:
     }
     for name, forward in wrong.items():
         model = build(LLAMA)
-        monkeypatch.setattr(dispatch.BACKENDS["cpu"], "attempt", forward)
+        monkeypatch.setattr(cpu, "attempt", forward)
+        # the second call takes the prepared path: it must be wrong and caught as well
+        monkeypatch.setattr(cpu, "prepare", lambda x, w, forward=forward: lambda x: forward(x, w))
         report = ff.swap(model)
         assert report.n_swapped == 0, name
         assert "verification failed" in report.rows[0].reason
         assert not any(map(is_swapped, model.modules()))
-        monkeypatch.setattr(dispatch.BACKENDS["cpu"], "attempt", real)
+        monkeypatch.undo()
 
 
 def test_report_prints_and_serialises() -> None:
@@ -389,3 +391,83 @@ def test_generate_is_unchanged() -> None:
     before = model.generate(**batch, **options)
     ff.swap(model)
     assert torch.equal(model.generate(**batch, **options), before)
+
+
+def test_the_quick_path_sees_every_change() -> None:
+    """Each change below comes after calls that have prepared the quick path; the next call must notice it."""
+    x = torch.randn(1, 4, 32)
+    changes = {
+        "hook": lambda m: m.up_proj.register_forward_hook(lambda *a: None),
+        "pre-hook": lambda m: m.up_proj.register_forward_pre_hook(lambda *a: None),
+        "global hook": lambda m: nn.modules.module.register_module_forward_pre_hook(lambda *a: None),
+        "child": lambda m: setattr(m, "act_fn", nn.ReLU()),
+        "adapter": lambda m: setattr(m, "down_proj", Lora(m.down_proj)),
+        "added child": lambda m: m.add_module("extra", nn.Identity()),
+        "class": lambda m: setattr(m.up_proj, "__class__", type("Other", (nn.Linear,), {})),
+        "patch": lambda m: setattr(m.up_proj, "forward", lambda x: torch.ones(*x.shape[:-1], 56)),
+        "attribute": lambda m: setattr(m, "hidden_size", -1),
+        "parameter": lambda m: setattr(m.up_proj, "weight", nn.Parameter(2 * m.up_proj.weight.detach())),
+        "data": lambda m: setattr(m.up_proj.weight, "data", 2 * m.up_proj.weight.data),
+        "in place": lambda m: m.up_proj.weight.data.mul_(2),
+        "bias": lambda m: setattr(m.up_proj, "bias", nn.Parameter(torch.ones(56))),
+    }
+    for name, change in changes.items():
+        model = build(LLAMA)
+        mlp = model.model.layers[0].mlp
+        row = ff.swap(model).rows[0]
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(3):
+                before = mlp(x)
+            assert mlp._fanfold.quick is not None
+            handle = change(mlp)
+            calls = row.calls
+            y = mlp(x)
+            expected = mlp._fanfold_original.forward(mlp, x)
+        assert numerics.relative_error(y, expected) < 64 * numerics.UNIT_ROUNDOFF["float32"], name
+        if name in ("parameter", "data", "in place"):
+            assert row.calls == calls + 1
+            assert numerics.relative_error(y, 2 * before) < 64 * numerics.UNIT_ROUNDOFF["float32"]
+        else:
+            assert row.calls == calls, name
+        if "hook" in name:
+            handle.remove()
+            with torch.no_grad():
+                mlp(x)
+            assert row.calls == calls + 1
+
+
+def test_the_choice_by_measurement() -> None:
+    from fanfold.models.timing import ALWAYS, Choice
+
+    choice = Choice({1: False, 4: True, 16: True, 64: False, 256: True}, {})
+    assert [choice.ours(t) for t in (0, 1, 2, 3, 8, 32, 33, 64, 128, 129, 9999)] == [
+        False, False, False, True, True, True, False, False, False, True, True,
+    ]  # fmt: skip
+    assert choice.describe() == "cpu at 4–16, 256 tokens, else torch"
+    assert ALWAYS.describe() == "cpu"
+    assert Choice({1: False}, {}).describe() == "torch"
+
+
+def test_an_ffn_where_torch_is_always_faster_is_left(monkeypatch) -> None:
+    from fanfold.models import choose
+    from fanfold.models.timing import Choice
+
+    monkeypatch.setattr(choose, "worth_measuring", lambda n: True)
+    for ahead, status in ((False, "left"), (True, "swapped")):
+        monkeypatch.setattr(choose, "measure", lambda *a, ahead=ahead: Choice({1: ahead, 8: False}, {}))
+        for family in (LLAMA, BERT):
+            model = build(family)
+            report = ff.swap(model)
+            assert {row.status for row in report.rows} == {status}
+            assert ("faster at every" in report.rows[0].reason) == (status == "left")
+            assert any(map(is_swapped, model.modules())) == (status == "swapped")
+            x = torch.randn(1, 30, 32)
+            if status == "swapped" and family is LLAMA:
+                mlp = model.get_submodule(report.rows[0].path)
+                with torch.no_grad():
+                    for _ in range(2):
+                        assert torch.equal(mlp(x), mlp._fanfold_original.forward(mlp, x))
+                        mlp(x[:, :1])
+                assert report.rows[0].calls == 2
+                assert report.rows[0].stepped_aside == {"PyTorch is faster": 2}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch  # before _cpu: the kernels then run on the OpenMP runtime that torch has loaded, in its thread pool
@@ -98,6 +99,47 @@ def attempt(x: Tensor, weights: Weights) -> Tensor | str:
     threads = torch.get_num_threads()
     _cpu.ffn(isa_id, threads, rows.data_ptr(), code, stride, y.data_ptr(), code, d, tokens, *args)
     return y
+
+
+def prepare(x: Tensor, weights: Weights) -> Callable[[Tensor], Tensor] | None:
+    """`forward` with these weights' memory bound, for a contiguous x of the same dtype; None if it cannot run.
+
+    The caller keeps the weights alive and where they are. FANFOLD_ISA is read now.
+    """
+    plan = _plan(x, weights)
+    if isinstance(plan, str):
+        return None
+    isa_id, args = plan
+    d, code = args[0], _DTYPES[x.dtype]
+
+    def call(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        tokens = x.numel() // d
+        _cpu.ffn(isa_id, torch.get_num_threads(), x.data_ptr(), code, d, y.data_ptr(), code, d, tokens, *args)
+        return y
+
+    return call
+
+
+def prepare_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+    """`linear` bound in the same way."""
+    plan = _linear_plan(x, weight, bias)
+    if isinstance(plan, str):
+        return None
+    isa_id, transposed, w_stride = plan
+    n_out, n_in = weight.shape
+    code = _DTYPES[x.dtype]
+    args = (n_in, n_out, weight.data_ptr(), w_stride, _DTYPES[weight.dtype], transposed, _pointer(bias))
+
+    def call(x: Tensor) -> Tensor:
+        y = torch.empty((*x.shape[:-1], n_out), dtype=x.dtype)
+        tokens = x.numel() // n_in
+        _cpu.linear(
+            isa_id, torch.get_num_threads(), x.data_ptr(), code, n_in, y.data_ptr(), code, n_out, tokens, *args
+        )  # fmt: skip
+        return y
+
+    return call
 
 
 def linear_why_not(x: Any, weight: Any, bias: Any = None) -> str | None:
@@ -317,12 +359,18 @@ def _torch_bfloat16_limit() -> int:
     return next((limit for name, limit in _BFLOAT16_UNITS.items() if has[name]), 1 << 62)
 
 
+def torch_limit(x_dtype: torch.dtype, weight: Tensor) -> tuple[int, str]:
+    """(most tokens for which our kernels are no slower than PyTorch's ops by rule, what holds beyond)."""
+    if x_dtype is torch.bfloat16 and weight.dtype is torch.bfloat16:
+        return _torch_bfloat16_limit(), "bfloat16, for which this CPU has a unit of its own"
+    if x_dtype is weight.dtype and weight.stride(1) != 1 and weight.shape[1] != 1:
+        return 16, "transposed weights"
+    return 1 << 62, ""
+
+
 def slower_than_torch(x: Tensor, weight: Tensor) -> str | None:
     """Why `auto` should rather take PyTorch's ops for x [..., n_in] and weight [n_out, n_in], or None."""
-    tokens = x.numel() // weight.shape[1]
-    if x.dtype is torch.bfloat16 and weight.dtype is torch.bfloat16 and tokens > _torch_bfloat16_limit():
-        limit = _torch_bfloat16_limit()
-        return f"PyTorch is faster: more than {limit} tokens in bfloat16, for which this CPU has a unit of its own"
-    if tokens > 16 and x.dtype is weight.dtype and weight.stride(1) != 1 and weight.shape[1] != 1:
-        return "PyTorch is faster: more than 16 tokens with transposed weights"
+    limit, what = torch_limit(x.dtype, weight)
+    if x.numel() // weight.shape[1] > limit:
+        return f"PyTorch is faster: more than {limit} tokens with {what}"
     return None

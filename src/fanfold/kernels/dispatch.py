@@ -85,14 +85,23 @@ def choose(x: Tensor, weights: Weights, backend: str = "auto") -> tuple[str, str
 def run(x: Tensor, weights: Weights, backend: str) -> Tensor:
     """Choose a backend, record it, compute. No autograd through the cpu backend: that is `op.ffn`'s part."""
     global _last
-    if backend == "auto" and resolve(backend) == "auto" and _auto_objection(x, weights) is None:
-        y = cpu.attempt(x, weights)
+    backend = resolve(backend)
+    if backend == "cpu" or (backend == "auto" and _auto_objection(x, weights) is None):
+        y = attempt(x, weights)
         if not isinstance(y, str):
-            _last = "cpu"
             return y
     name, _ = choose(x, weights, backend)
     _last = name
     return BACKENDS[name].forward(x, weights)
+
+
+def attempt(x: Tensor, weights: Weights) -> Tensor | str:
+    """The cpu backend's result, or the reason why it cannot run this call."""
+    global _last
+    y = cpu.attempt(x, weights)
+    if not isinstance(y, str):
+        _last = "cpu"
+    return y
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -100,6 +109,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     global _last
     _last = "cpu"
     return cpu.linear(x, weight, bias)
+
+
+def record(name: str) -> None:
+    """Say that a call ran on backend `name`, where a caller has gone to it directly."""
+    global _last
+    _last = name
 
 
 def last_backend() -> str | None:

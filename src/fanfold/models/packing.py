@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..nn import FORMATS
-from .swapped import LinearState
+from .swapped import LinearState, uninstall
 
 
 class Packer:
@@ -53,6 +53,13 @@ class Unpacker:
             lossy |= kept is None and not _holds(packed.dtype, dtype)
             linear._parameters[name] = self._tied[key][1]
         return lossy
+
+
+def put_back(modules: list[nn.Module]) -> None:
+    """Undo the swap of these modules."""
+    unpacker = Unpacker()
+    for module in modules:
+        unpacker.unpack(module, uninstall(module))
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:

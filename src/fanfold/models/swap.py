@@ -10,11 +10,12 @@ from torch import nn
 from ..kernels import cpu, dispatch
 from ..nn import FeedForward
 from ..spec import Spec
+from .choose import choose_by_measurement
 from .find import Found, Progress, find
 from .linears import matrix
-from .packing import Packer, Unpacker
+from .packing import Packer, Unpacker, put_back
 from .report import SwapReport, SwapRow
-from .swapped import FFNState, LinearState, SwappedFFN, SwappedLinear, install, is_swapped, uninstall
+from .swapped import FFNState, LinearState, SwappedFFN, SwappedLinear, install, is_swapped, reset, uninstall
 from .verify import Truth
 
 SWAP_FORMATS = (None, "fp32", "bf16")
@@ -35,7 +36,8 @@ def swap(
     Every FFN is found by structure and identified by experiment; one that matches no description, or two, is left.
     format    None: the model's own parameters stay where they are and are read in place. "fp32", "bf16": for
               inference: weights are converted and the originals freed (keep_originals=True keeps them for unswap).
-    backend   "auto", or a name that then runs or raises.
+    backend   "auto": our kernels at the token counts where they are measured to be ahead of the module's own code on
+              this machine (format=None), an FFN where they never are is left; or a name that then runs or raises.
     verify    hold each swapped FFN to the tolerance rule on its own weights; one that fails is put back.
     inputs    see `find`; found  what `find` gave for this very model, to spare finding again.
     progress  called with (done, total).
@@ -59,6 +61,8 @@ def swap(
         rows.append(_swap_one(model, item, packer, backend, verify))
         if progress is not None:
             progress(len(found) + i + 1, 2 * len(found))
+    if format is None and dispatch.resolve(backend) == "auto":
+        choose_by_measurement(model, rows)
     return SwapReport(rows=rows)
 
 
@@ -107,12 +111,8 @@ def _swap_one(model: nn.Module, found: Found, packer: Packer, backend: str, veri
     if truth is not None:
         truth.judge(row, module, linears, packer.format)
         if row.status != "swapped":
-            unpacker = Unpacker()
-            for m in installed:
-                unpacker.unpack(m, uninstall(m))
-    for state in row.states:
-        state.calls = 0
-        state.aside.clear()
+            put_back(installed)
+    reset(row.states)
     return row
 
 

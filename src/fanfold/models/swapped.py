@@ -21,12 +21,15 @@ from ..layout import INTERLEAVED, SEPARATE, Layout
 from ..spec import Spec
 from ..weights import Weights
 from .linears import global_hooks, matrix, pristine
+from .quick import Quick
+from .timing import Choice
 
 # Reasons that are no surprise: counted, but no warning.
 GRADIENTS = "gradients are needed"
 TRAINING = "training mode with dropout"
 AUTOCAST = "autocast is on"
-_QUIET = (GRADIENTS, TRAINING, AUTOCAST, "PyTorch is faster", "torch.compile", "backend torch")
+FASTER = "PyTorch is faster"
+_QUIET = (GRADIENTS, TRAINING, AUTOCAST, FASTER, "torch.compile", "backend torch")
 
 
 class LinearState:
@@ -34,10 +37,28 @@ class LinearState:
 
     def __init__(self, path: str, format: str | None, backend: str) -> None:
         self.path, self.format, self.backend = path, format, backend
+        self.quick: Quick | None = None
+        self.choice: Choice | None = None  # by measurement; None: the static rule of the cpu backend
         self.calls = 0
         self.aside: Counter[str] = Counter()
         # name -> (dtype, requires_grad, kept original or None), filled when packed
         self.originals: dict[str, tuple[torch.dtype, bool, nn.Parameter | None]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "quick": None}  # it watches this module, not the copy
+
+    def ahead(self, x: Tensor, limit: int) -> bool:
+        """Whether our kernels are the better choice for x, as measured; without a measurement up to `limit` tokens."""
+        if self.backend != "auto":
+            return True
+        tokens = x.numel() // x.shape[-1]
+        return tokens <= limit if self.choice is None else self.choice.ours(tokens)
+
+    def slower(self, x: Tensor, weight: Tensor) -> str | None:
+        """Why PyTorch's own ops are the better choice for x and a first weight [out, in], or None."""
+        if self.choice is None:
+            return cpu.slower_than_torch(x, weight)
+        return None if self.choice.ours(x.numel() // weight.shape[1]) else FASTER
 
     def step_aside(self, reason: str) -> None:
         if reason not in self.aside and not reason.startswith(_QUIET):
@@ -72,7 +93,7 @@ class FFNState(LinearState):
         self._weights: Weights | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_key": (), "_weights": None}  # views into this module's memory, not the copy's
+        return {**super().__getstate__(), "_key": (), "_weights": None}  # views into this module's memory
 
     def accept_changes(self, module: nn.Module) -> None:
         """Take the children as they are now for known (after packing them)."""
@@ -108,6 +129,26 @@ class FFNState(LinearState):
             if not pristine(children[name]):  # type: ignore[arg-type]
                 return f"{name} holds a foreign tensor type or a parametrization"
         return "hooks on every module are registered" if global_hooks() else None
+
+    def finish(self, y: Tensor, args: tuple) -> Tensor:
+        """What the module does to the FFN's output: a constant factor, a residual added."""
+        if self.scale != 1.0:
+            y = y * self.scale
+        return y + args[0] if self.residual else y
+
+    def prepare(self, module: nn.Module, x: Tensor, weights: Weights) -> None:
+        """Bind the kernel for further calls like this one, which has passed every check."""
+        if torch.is_grad_enabled() or self._copies_biases:
+            return
+        call = cpu.prepare(x, weights)
+        if call is None:
+            return
+        watched = [(module._modules, name, child) for name, child in self.children.items()]
+        watched += [(module.__dict__, name, value) for name, value in self.attributes.items()]
+        for name in self.roles.values():
+            places = self.children[name]._parameters
+            watched += [(places, key, p) for key, p in places.items() if p is not None]
+        self.quick = Quick(call, x, weights.up, watched, list(self.children.values()))
 
     def weights(self, module: nn.Module) -> Weights:
         """The linears' parameters as Weights: views in place, made anew only if a parameter moved."""
@@ -166,28 +207,37 @@ class SwappedFFN(Swapped):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         state: FFNState = self._fanfold  # type: ignore[assignment]
         compiling = torch.compiler.is_compiling()
+        quick = state.quick
+        if quick is not None and not compiling and len(args) == state.residual and not kwargs and quick.fits(x):
+            if quick.holds() and not (state.dropout and self.training):  # type: ignore[attr-defined]
+                if state.ahead(x, quick.limit):
+                    state.calls += 1
+                    dispatch.record("cpu")
+                    return state.finish(quick.call(x), args)
+                state.aside[FASTER] += 1
+                return super().forward(x, *args)  # type: ignore[misc]
+            state.quick = None
         reason = state.objection(self, x, args, kwargs)  # type: ignore[arg-type]
         if reason is None:
             weights = state.weights(self)  # type: ignore[arg-type]
-            if state.backend == "auto" and not compiling:
-                if dispatch.needs_grad(x, weights):
-                    reason = GRADIENTS
-                else:
-                    reason = cpu.slower_than_torch(x, weights.up)
-                    if reason is None and x.dtype != weights.up.dtype:
-                        reason = cpu.why_not(x, weights)  # packed: PyTorch's ops refuse the mixture, the linears do not
-            elif compiling and dispatch.needs_grad(x, weights):
+            auto = dispatch.resolve(state.backend) == "auto"
+            if auto and dispatch.needs_grad(x, weights):
                 reason = GRADIENTS
-        if reason is not None:
-            if not compiling:
-                state.step_aside(reason)
-            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+            elif auto and not compiling:
+                y = state.slower(x, weights.up) or dispatch.attempt(x, weights)
+                if not isinstance(y, str):
+                    state.calls += 1
+                    state.prepare(self, x, weights)  # type: ignore[arg-type]
+                    return state.finish(y, args)
+                reason = y
+            else:
+                y = op.ffn(x, weights, state.backend)
+                if not compiling:
+                    state.calls += 1
+                return state.finish(y, args)
         if not compiling:
-            state.calls += 1
-        y = op.ffn(x, weights, state.backend)  # type: ignore[possibly-undefined]
-        if state.scale != 1.0:
-            y = y * state.scale
-        return y + args[0] if state.residual else y
+            state.step_aside(reason)
+        return super().forward(x, *args, **kwargs)  # type: ignore[misc]
 
 
 class SwappedLinear(Swapped):
@@ -195,16 +245,34 @@ class SwappedLinear(Swapped):
 
     def forward(self, x: Tensor) -> Tensor:
         state = self._fanfold
+        quick = state.quick
+        if quick is not None and not torch.compiler.is_compiling() and quick.fits(x):
+            if quick.holds() and state.ahead(x, quick.limit):
+                state.calls += 1
+                dispatch.record("cpu")
+                return quick.call(x)
+            state.quick = None
         weight, bias = matrix(self), self.bias  # type: ignore[attr-defined]
         reason = self._objection(x, weight, bias)
         if reason is None:
             state.calls += 1
+            self._prepare(x, weight, bias)
             return dispatch.linear(x, weight, bias)
         if not torch.compiler.is_compiling():
             state.step_aside(reason)
         if x.dtype == weight.dtype or torch_ops.autocast_on(x):
             return super().forward(x)  # type: ignore[misc]
         return nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def _prepare(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Bind the kernel for further calls like this one."""
+        if torch.is_grad_enabled():
+            return
+        call = cpu.prepare_linear(x, weight, bias)
+        if call is not None:
+            places = self._parameters  # type: ignore[attr-defined]
+            watched = [(places, key, p) for key, p in places.items() if p is not None]
+            self._fanfold.quick = Quick(call, x, weight, watched)
 
     def _objection(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
         if torch.compiler.is_compiling():
@@ -222,7 +290,7 @@ class SwappedLinear(Swapped):
             if reason is not None:
                 raise dispatch.BackendError(f"backend 'cpu' cannot run {self._fanfold.path}: {reason}")
             return None
-        return reason or cpu.slower_than_torch(x, weight)
+        return reason or self._fanfold.slower(x, weight)
 
 
 class _SwappedType(type):
@@ -257,6 +325,13 @@ def uninstall(module: nn.Module) -> LinearState:
     state: LinearState = module.__dict__.pop("_fanfold")
     module.__class__ = type(module)._fanfold_original  # type: ignore[attr-defined]
     return state
+
+
+def reset(states: list[LinearState]) -> None:
+    """Forget the calls made while swapping."""
+    for state in states:
+        state.calls = 0
+        state.aside.clear()
 
 
 def is_swapped(module: nn.Module) -> bool:

@@ -1,0 +1,99 @@
+"""Never slower by default: which token counts a swapped module takes to our kernels, measured on this machine.
+
+Which of two good kernels is ahead depends on the processor, the shape and the number of tokens, so `swap` times both on
+the model's own weights, by turns, over the layers of one kind in a row (so that small calls read weights from memory,
+as in use). A named backend is not measured: it runs.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+SIZES = (1, 2, 4, 8, 16, 24, 48, 128, 384)  # token counts that are timed; others go with the nearest by ratio
+_MIN_WEIGHTS = 1 << 17  # smaller modules take microseconds: not worth the timing
+_MANY_TOKENS = 16  # from here on arithmetic rules and a few layers are enough
+_FEW_LAYERS = 6
+_ROUNDS = 3
+_SECONDS = 1.0  # most time for one size, beyond the first round
+
+Call = Callable[[Tensor], object]
+
+
+class Choice:
+    """Whether our kernels are ahead, for every number of tokens."""
+
+    def __init__(self, ahead: dict[int, bool], ratios: dict[int, float]) -> None:
+        self.ahead, self.ratios = ahead, ratios
+        sizes = sorted(ahead)
+        # the border between two sizes lies at their geometric mean
+        self._borders = [int((a * b) ** 0.5) for a, b in itertools.pairwise(sizes)]
+        self._values = [ahead[s] for s in sizes]
+
+    def ours(self, tokens: int) -> bool:
+        return self._values[bisect.bisect_left(self._borders, tokens)]
+
+    def describe(self) -> str:
+        """'cpu', 'torch', or at which of the timed token counts it is cpu."""
+        if all(self._values):
+            return "cpu"
+        if not any(self._values):
+            return "torch"
+        return f"cpu at {_runs(self.ahead)} tokens, else torch"
+
+
+ALWAYS = Choice({1: True}, {})
+
+
+def _runs(ahead: dict[int, bool]) -> str:
+    """{1: True, 2: True, 4: False, 8: True} -> '1–2, 8'."""
+    sizes = sorted(ahead)
+    out: list[list[int]] = []
+    for i, size in enumerate(sizes):
+        if not ahead[size]:
+            continue
+        if out and i and out[-1][-1] == sizes[i - 1]:
+            out[-1].append(size)
+        else:
+            out.append([size])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}–{r[-1]}" for r in out)
+
+
+def worth_measuring(n_weights: int) -> bool:
+    return n_weights >= _MIN_WEIGHTS
+
+
+def measure(own: Sequence[Call], ours: Sequence[Call], width: int, like: Tensor) -> Choice:
+    """Time modules of one kind, by turns.
+
+    own, ours  for each module, its own code and our kernel: callables of x [1, tokens, width] in like's dtype.
+    """
+    ratios = {}
+    with torch.inference_mode():
+        for tokens in SIZES:
+            x = torch.randn(1, tokens, width).to(like)
+            layers = len(own) if tokens < _MANY_TOKENS else min(len(own), _FEW_LAYERS)
+            ratios[tokens] = _ratio(own[:layers], ours[:layers], x)
+    return Choice({tokens: ratio <= 1.0 for tokens, ratio in ratios.items()}, ratios)
+
+
+def _ratio(own: Sequence[Call], ours: Sequence[Call], x: Tensor) -> float:
+    """Our time over the own code's: each the least of some rounds over all layers."""
+    best = [float("inf"), float("inf")]
+    sides = (own, ours)
+    begin = time.perf_counter()
+    for i in range(_ROUNDS + 1):
+        for side in (0, 1) if i % 2 else (1, 0):
+            start = time.perf_counter()
+            for call in sides[side]:
+                call(x)
+            if i:  # the first round warms up
+                best[side] = min(best[side], time.perf_counter() - start)
+        if i and time.perf_counter() - begin > _SECONDS:
+            break
+    return best[1] / best[0]
