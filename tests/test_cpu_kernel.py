@@ -323,9 +323,8 @@ def test_every_element_of_y_is_written_and_nothing_else(isa):
             y = torch.full((T + 2, 45), torch.nan, dtype=dtype)
             code = cpu._DTYPES[dtype]
             inner = y[1:-1, 4:41]
-            cpu._cpu.ffn(
-                cpu._ISA_IDS[isa], 2, x.data_ptr(), code, 37, inner.data_ptr(), code, 45, T, *args
-            )  # fmt: skip
+            bound = cpu._cpu.bind_ffn(cpu._ISA_IDS[isa], code, code, *args)
+            bound.run(2, x.data_ptr(), 37, inner.data_ptr(), 45, T)
             assert torch.equal(inner, cpu.forward(x, weights))
             assert y.isnan().sum() == y.numel() - inner.numel()
 

@@ -96,8 +96,8 @@ def attempt(x: Tensor, weights: Weights) -> Tensor | str:
     rows, stride, tokens = _rows(x, d)
     y = torch.empty_like(x) if rows is x else torch.empty(x.shape, dtype=x.dtype)  # the former is quicker
     code = _DTYPES[x.dtype]
-    threads = torch.get_num_threads()
-    _cpu.ffn(isa_id, threads, rows.data_ptr(), code, stride, y.data_ptr(), code, d, tokens, *args)
+    bound = _cpu.bind_ffn(isa_id, code, code, *args)
+    bound.run(torch.get_num_threads(), rows.data_ptr(), stride, y.data_ptr(), d, tokens)
     return y
 
 
@@ -111,11 +111,11 @@ def prepare(x: Tensor, weights: Weights) -> Callable[[Tensor], Tensor] | None:
         return None
     isa_id, args = plan
     d, code = args[0], _DTYPES[x.dtype]
+    run, empty_like, threads = _cpu.bind_ffn(isa_id, code, code, *args).run, torch.empty_like, torch.get_num_threads
 
     def call(x: Tensor) -> Tensor:
-        y = torch.empty_like(x)
-        tokens = x.numel() // d
-        _cpu.ffn(isa_id, torch.get_num_threads(), x.data_ptr(), code, d, y.data_ptr(), code, d, tokens, *args)
+        y = empty_like(x)
+        run(threads(), x.data_ptr(), d, y.data_ptr(), d, x.numel() // d)
         return y
 
     return call
@@ -126,17 +126,13 @@ def prepare_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[
     plan = _linear_plan(x, weight, bias)
     if isinstance(plan, str):
         return None
-    isa_id, transposed, w_stride = plan
     n_out, n_in = weight.shape
     code = _DTYPES[x.dtype]
-    args = (n_in, n_out, weight.data_ptr(), w_stride, _DTYPES[weight.dtype], transposed, _pointer(bias))
+    bound = _bind_linear(plan, code, weight, bias)
 
     def call(x: Tensor) -> Tensor:
-        y = torch.empty((*x.shape[:-1], n_out), dtype=x.dtype)
-        tokens = x.numel() // n_in
-        _cpu.linear(
-            isa_id, torch.get_num_threads(), x.data_ptr(), code, n_in, y.data_ptr(), code, n_out, tokens, *args
-        )  # fmt: skip
+        y = x.new_empty((*x.shape[:-1], n_out))
+        bound.run(torch.get_num_threads(), x.data_ptr(), n_in, y.data_ptr(), n_out, x.numel() // n_in)
         return y
 
     return call
@@ -157,16 +153,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     plan = _linear_plan(x, weight, bias)
     if isinstance(plan, str):
         raise ValueError(f"the cpu backend cannot run this call: {plan}")
-    isa_id, transposed, w_stride = plan
     n_out, n_in = weight.shape
     rows, stride, tokens = _rows(x, n_in)
     y = torch.empty((*x.shape[:-1], n_out), dtype=x.dtype)
-    code = _DTYPES[x.dtype]
-    _cpu.linear(
-        isa_id, torch.get_num_threads(), rows.data_ptr(), code, stride, y.data_ptr(), code, n_out, tokens, n_in, n_out,
-        weight.data_ptr(), w_stride, _DTYPES[weight.dtype], transposed, _pointer(bias),
-    )  # fmt: skip
+    bound = _bind_linear(plan, _DTYPES[x.dtype], weight, bias)
+    bound.run(torch.get_num_threads(), rows.data_ptr(), stride, y.data_ptr(), n_out, tokens)
     return y
+
+
+def _bind_linear(plan: tuple[int, bool, int], code: int, weight: Tensor, bias: Tensor | None) -> Any:
+    isa_id, transposed, w_stride = plan
+    n_out, n_in = weight.shape
+    w_code = _DTYPES[weight.dtype]
+    return _cpu.bind_linear(
+        isa_id, code, code, n_in, n_out, weight.data_ptr(), w_stride, w_code, transposed, _pointer(bias)
+    )  # fmt: skip
+
+
+def holds(sizes: tuple, watched: tuple, bare: tuple, calls: tuple) -> bool:
+    """Whether everything that a prepared call relies on is still there, seen in as few cache lines as can be.
+
+    sizes    (dict, length, …).  watched  (dict, key, value, …): the very object.
+    bare     (object, type, instance dict, …): the same type, and no "forward" set on the instance.
+    calls    (bound method, result, …): calling it gives an equal result.
+    """
+    return _cpu.holds(sizes, watched, bare, calls, "forward")
 
 
 def _rows(x: Tensor, width: int) -> tuple[Tensor, int, int]:

@@ -16,19 +16,42 @@ from torch.utils.hooks import RemovableHandle
 
 from ..kernels import cpu
 
+
+def memory(t: Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies and how: what a kernel that was given its address relies on."""
+    return t.data_ptr(), t.dtype, t.shape, t.stride()
+
+
+def _questions(p: Tensor) -> tuple[Any, ...]:
+    """Methods whose answers together say that a parameter lies where and as it did. The dtype cannot change without the
+    address; for contiguous ones the count stands for the shape (short answers: a tuple costs another cache miss)."""
+    if p.is_contiguous():
+        return p.data_ptr, p.numel, p.is_contiguous
+    return p.data_ptr, p.size, p.stride
+
+
+def preparable(x: Tensor) -> bool:
+    """Whether calls like this one may be prepared at all."""
+    return x.dim() > 0 and x.shape[-1] > 1 and not _grad_enabled()
+
+
+# Aliases: a look-up in the large torch module is a cache miss of its own.
+_grad_enabled = torch.is_grad_enabled
+_autocast_enabled = torch.is_autocast_enabled
 _Watched = tuple[dict[str, Any], str, Any]  # dict, key, the object that must be there
 
 
 class Quick:
     """A kernel call prepared for one module and one dtype of x.
 
-    watched   (dict, key, value): attributes, children and parameters that must still be these.
-    bare      (module, type, instance dict): children whose class must be the same and whose forward not be patched.
-    pointers  (parameter, address); sizes  (dict of children or parameters, how many).
+    hooks     the number of the next hook in the process; the other fields are as `cpu.holds` takes them:
+    watched   attributes, children and parameters that must still be these.
+    bare      children whose class must be the same and whose forward not be patched.
+    calls     where each parameter lies, and how.
     limit     most tokens for which our kernels are by rule no slower than PyTorch's ops.
     """
 
-    __slots__ = ("bare", "call", "dtype", "hooks", "limit", "pointers", "sizes", "watched", "width")
+    __slots__ = ("bare", "call", "calls", "dtype", "hooks", "limit", "sizes", "watched", "width")
 
     def __init__(
         self, call: Any, x: Tensor, weight: Tensor, watched: list[_Watched], bare: list[nn.Module] | None = None
@@ -36,24 +59,24 @@ class Quick:
         self.call, self.dtype, self.width = call, x.dtype, x.shape[-1]
         self.limit, _ = cpu.torch_limit(x.dtype, weight)
         places = {id(place): place for place, _, value in watched if isinstance(value, (nn.Module, Tensor))}
-        self.sizes = tuple((place, len(place)) for place in places.values())
-        self.hooks = RemovableHandle.next_id
-        self.watched = tuple(watched)
-        self.bare = tuple((m, type(m), m.__dict__) for m in bare or ())
         parameters = [value for _, _, value in watched if isinstance(value, Tensor)]
-        self.pointers = tuple((p, p.data_ptr()) for p in parameters)
+        self.hooks = RemovableHandle.next_id
+        self.sizes = tuple(x for place in places.values() for x in (place, len(place)))
+        self.watched = tuple(x for triple in watched for x in triple)
+        self.bare = tuple(x for m in bare or () for x in (m, type(m), m.__dict__))
+        self.calls = tuple(x for p in parameters for f in _questions(p) for x in (f, f()))
 
     def fits(self, x: Any) -> bool:
         """Whether x and the surroundings are of the kind that was prepared for: plain, contiguous, no autograd."""
+        # A negative view (of a conjugate) is never contiguous: its stride is 2. Hence no width of 1, see `preparable`.
         return (
             type(x) is Tensor
             and x.dtype is self.dtype
-            and x.shape[-1:] == (self.width,)
+            and x.size(-1) == self.width
             and x.is_cpu
-            and not torch.is_grad_enabled()
             and x.is_contiguous()
-            and not x.is_neg()
-            and not torch.is_autocast_enabled("cpu")
+            and not _grad_enabled()
+            and not _autocast_enabled("cpu")
         )
 
     def holds(self) -> bool:
@@ -61,13 +84,4 @@ class Quick:
         # Every hook in the process, global ones included, takes its number from this counter.
         if RemovableHandle.next_id != self.hooks:
             return False
-        for place, size in self.sizes:
-            if len(place) != size:
-                return False
-        for place, key, value in self.watched:
-            if place.get(key) is not value:
-                return False
-        for module, kind, own in self.bare:
-            if type(module) is not kind or "forward" in own:
-                return False
-        return all(parameter.data_ptr() == address for parameter, address in self.pointers)
+        return cpu.holds(self.sizes, self.watched, self.bare, self.calls)

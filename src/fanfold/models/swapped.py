@@ -21,7 +21,7 @@ from ..layout import INTERLEAVED, SEPARATE, Layout
 from ..spec import Spec
 from ..weights import Weights
 from .linears import global_hooks, matrix, pristine
-from .quick import Quick
+from .quick import Quick, memory, preparable
 from .timing import Choice
 
 # Reasons that are no surprise: counted, but no warning.
@@ -86,6 +86,8 @@ class FFNState(LinearState):
         super().__init__(path, format, backend)
         self.spec, self.layout, self.roles = spec, layout, roles
         self.scale, self.residual, self.dropout = scale, residual, dropout
+        # a bias of down that the module's code does not add
+        self.idle_bias = module.get_submodule(roles["down"]).bias is not None and not spec.down_bias
         self.children: dict[str, Any] = dict(module._modules)
         self.types = {name: type(child) for name, child in self.children.items()}
         self.attributes = _attributes(module)
@@ -138,7 +140,7 @@ class FFNState(LinearState):
 
     def prepare(self, module: nn.Module, x: Tensor, weights: Weights) -> None:
         """Bind the kernel for further calls like this one, which has passed every check."""
-        if torch.is_grad_enabled() or self._copies_biases:
+        if self._copies_biases or not preparable(x):
             return
         call = cpu.prepare(x, weights)
         if call is None:
@@ -147,16 +149,23 @@ class FFNState(LinearState):
         watched += [(module.__dict__, name, value) for name, value in self.attributes.items()]
         for name in self.roles.values():
             places = self.children[name]._parameters
-            watched += [(places, key, p) for key, p in places.items() if p is not None]
+            watched += [(places, key, p) for key, p in places.items()]
         self.quick = Quick(call, x, weights.up, watched, list(self.children.values()))
 
-    def weights(self, module: nn.Module) -> Weights:
-        """The linears' parameters as Weights: views in place, made anew only if a parameter moved."""
+    def weights(self, module: nn.Module) -> Weights | str:
+        """The linears' parameters as Weights: views in place, made anew only if a parameter moved. If they no longer
+        are what the spec says, the reason."""
+        try:
+            return self._current(module)
+        except ValueError as error:
+            return f"its weights have changed: {error}"
+
+    def _current(self, module: nn.Module) -> Weights:
         linears = {role: module._modules[name] for role, name in self.roles.items()}
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._build(linears)  # views made without grad would cut the parameters off from autograd
         parameters = [p for linear in linears.values() for p in linear._parameters.values()]  # type: ignore[union-attr]
-        key = tuple((id(p), p.data_ptr(), p.dtype) for p in parameters if p is not None)
+        key = tuple((id(p), *memory(p)) for p in parameters if p is not None)
         if key != self._key or self._weights is None:
             weights = self._build(linears)
             if self._copies_biases:
@@ -172,20 +181,20 @@ class FFNState(LinearState):
     def _build(self, linears: dict[str, Any]) -> Weights:
         down = linears["down"]
         arrays: dict[str, Any] = {"down": matrix(down)}
-        if self.spec.down_bias:
+        if self.spec.down_bias or not self.idle_bias:
             arrays["down_bias"] = down.bias
         if self.layout.order != SEPARATE:
             fused = linears["gate_up"]
             # matrix() has put Conv1D the right way round, so halves are rows here in either case
             rows = Layout(order=self.layout.order)
             arrays["gate"], arrays["up"] = rows.split(matrix(fused))
-            if self.spec.up_bias:
+            if fused.bias is not None:
                 arrays["gate_bias"], arrays["up_bias"] = (b.contiguous() for b in rows.split(fused.bias))
         else:
             for role in ("gate", "up") if self.spec.gated else ("up",):
                 arrays[role] = matrix(linears[role])
                 arrays[f"{role}_bias"] = linears[role].bias
-        return Weights.unchecked(self.spec, **arrays)
+        return Weights(self.spec, **arrays)  # checked: a bias that came or went, or a pruned matrix, raises
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -217,27 +226,32 @@ class SwappedFFN(Swapped):
                 state.aside[FASTER] += 1
                 return super().forward(x, *args)  # type: ignore[misc]
             state.quick = None
-        reason = state.objection(self, x, args, kwargs)  # type: ignore[arg-type]
-        if reason is None:
-            weights = state.weights(self)  # type: ignore[arg-type]
-            auto = dispatch.resolve(state.backend) == "auto"
-            if auto and dispatch.needs_grad(x, weights):
-                reason = GRADIENTS
-            elif auto and not compiling:
-                y = state.slower(x, weights.up) or dispatch.attempt(x, weights)
-                if not isinstance(y, str):
-                    state.calls += 1
-                    state.prepare(self, x, weights)  # type: ignore[arg-type]
-                    return state.finish(y, args)
-                reason = y
-            else:
-                y = op.ffn(x, weights, state.backend)
-                if not compiling:
-                    state.calls += 1
-                return state.finish(y, args)
+        outcome: Tensor | str = state.objection(self, x, args, kwargs) or self._compute(x)  # type: ignore[arg-type]
+        if isinstance(outcome, Tensor):
+            return state.finish(outcome, args)
         if not compiling:
-            state.step_aside(reason)
+            state.step_aside(outcome)
         return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+
+    def _compute(self, x: Tensor) -> Tensor | str:
+        """The FFN's output, or the reason why the module's own code must run."""
+        state: FFNState = self._fanfold  # type: ignore[assignment]
+        compiling = torch.compiler.is_compiling()
+        weights = state.weights(self)  # type: ignore[arg-type]
+        if isinstance(weights, str):
+            return weights
+        auto = dispatch.resolve(state.backend) == "auto"
+        if auto and dispatch.needs_grad(x, weights):
+            return GRADIENTS
+        if compiling or not auto:
+            y = op.ffn(x, weights, state.backend)
+        else:
+            y = state.slower(x, weights.up) or dispatch.attempt(x, weights)
+        if not compiling and isinstance(y, Tensor):
+            state.calls += 1
+            if auto:
+                state.prepare(self, x, weights)  # type: ignore[arg-type]
+        return y
 
 
 class SwappedLinear(Swapped):
@@ -266,12 +280,12 @@ class SwappedLinear(Swapped):
 
     def _prepare(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Bind the kernel for further calls like this one."""
-        if torch.is_grad_enabled():
+        if not preparable(x):
             return
         call = cpu.prepare_linear(x, weight, bias)
         if call is not None:
             places = self._parameters  # type: ignore[attr-defined]
-            watched = [(places, key, p) for key, p in places.items() if p is not None]
+            watched = [(places, key, p) for key, p in places.items()]
             self._fanfold.quick = Quick(call, x, weight, watched)
 
     def _objection(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:

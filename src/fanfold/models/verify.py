@@ -37,6 +37,7 @@ class Truth:
         assert self.found.layout is not None
         state = FFNState.__new__(FFNState)
         state.spec, state.layout = self.found.spec, self.found.layout
+        state.idle_bias = linears["down"].bias is not None and not self.found.spec.down_bias
         return state._build(linears)
 
     def _run(self, module: nn.Module, linears: dict[str, nn.Module], x: Tensor) -> Tensor:
