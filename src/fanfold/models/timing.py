@@ -19,8 +19,8 @@ SIZES = (1, 2, 4, 8, 16, 24, 48, 128, 384)  # token counts that are timed; other
 _MIN_WEIGHTS = 1 << 17  # smaller modules take microseconds: not worth the timing
 _MANY_TOKENS = 16  # from here on arithmetic rules and a few layers are enough
 _FEW_LAYERS = 6
-_ROUNDS = 3
-_SECONDS = 1.0  # most time for one size, beyond the first round
+_ROUNDS = 7
+_SECONDS = 0.4  # no new round of one size after this
 
 Call = Callable[[Tensor], object]
 
