@@ -11,13 +11,15 @@ from .linears import matrix
 from .packing import put_back
 from .report import SwapRow
 from .swapped import LinearState, SwappedFFN, SwappedLinear, reset
-from .timing import ALWAYS, Choice, measure, worth_measuring
+from .timing import ALWAYS, NEVER, Choice, measure, worth_measuring
+
+_LEAST_GAIN = 1.01  # below it the swap is not worth its keep (and within the noise of the timing)
 
 
 def choose_by_measurement(model: nn.Module, rows: list[SwapRow]) -> None:
     """Time each kind of swapped module once and set the choice on all of its kind; update the rows.
 
-    An FFN for which our kernels are never ahead is put back and reported as left.
+    What our kernels do not make faster on the whole is put back; an FFN of which nothing remains is reported as left.
     """
     swapped = [row for row in rows if row.status == "swapped"]
     kinds: dict[Any, list[Any]] = {}
@@ -31,16 +33,26 @@ def choose_by_measurement(model: nn.Module, rows: list[SwapRow]) -> None:
             for module in modules:
                 module._fanfold.choice = choice
     for row in swapped:
-        choices = [state.choice for state in row.states if state.choice is not None]
-        if not choices:
-            continue
-        if not any(any(c.ahead.values()) for c in choices):
-            put_back([model.get_submodule(state.path) for state in row.states])
-            row.status, row.backend = "left", None
-            row.reason = f"PyTorch is faster at every token count timed ({', '.join(map(str, choices[0].ahead))})"
-        else:
-            row.backend = "; ".join(dict.fromkeys(c.describe() for c in choices))
-        reset(row.states)
+        _settle(model, row)
+
+
+def _settle(model: nn.Module, row: SwapRow) -> None:
+    """Put back what the swap would not make faster on the whole; say in the row what runs where."""
+    measured = [state for state in row.states if state.choice is not None]
+    if not measured:
+        return
+    losers = [state for state in measured if state.choice is not None and state.choice.gain < _LEAST_GAIN]
+    put_back([model.get_submodule(state.path) for state in losers])
+    said = dict.fromkeys("torch" if s in losers else s.choice.describe() for s in measured if s.choice is not None)
+    row.states = [state for state in row.states if state not in losers]
+    row.backend = "; ".join(said)
+    reset(row.states)
+    if not row.states:
+        choice = measured[0].choice
+        assert choice is not None
+        counts = ", ".join(f"{tokens}: {min(pair):.2f}" for tokens, pair in choice.ratios.items())
+        row.status, row.backend = "left", None
+        row.reason = f"PyTorch is as fast or faster (our time over its, by tokens: {counts})"
 
 
 def _kind(module: Any) -> Any:
@@ -67,9 +79,16 @@ def _measured(modules: list[Any]) -> Choice:
         def arguments(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return (x, x) if residual else (x,)
 
+        def as_chosen(m: Any, choice: Choice) -> Any:
+            def call(x: torch.Tensor) -> Any:
+                m._fanfold.choice = choice
+                return m(*arguments(x))
+
+            return call
+
         own = [lambda x, m=m: m._fanfold_original.forward(m, *arguments(x)) for m in modules]
-        ours = [lambda x, m=m: m(*arguments(x)) for m in modules]
-        return measure(own, ours, width, next(first.parameters()))  # type: ignore[attr-defined]
+        sides = [own, [as_chosen(m, ALWAYS) for m in modules], [as_chosen(m, NEVER) for m in modules]]
+        return measure(sides, width, next(first.parameters()))  # type: ignore[attr-defined]
     finally:
         for m, mode in modes.items():
             m.training = mode

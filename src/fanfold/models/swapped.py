@@ -261,11 +261,16 @@ class SwappedLinear(Swapped):
         state = self._fanfold
         quick = state.quick
         if quick is not None and not torch.compiler.is_compiling() and quick.fits(x):
-            if quick.holds() and state.ahead(x, quick.limit):
-                state.calls += 1
-                dispatch.record("cpu")
-                return quick.call(x)
-            state.quick = None
+            if quick.holds():
+                if state.ahead(x, quick.limit):
+                    state.calls += 1
+                    dispatch.record("cpu")
+                    return quick.call(x)
+                if self.weight.dtype is x.dtype:  # type: ignore[attr-defined]
+                    state.aside[FASTER] += 1
+                    return super().forward(x)  # type: ignore[misc]
+            else:
+                state.quick = None
         weight, bias = matrix(self), self.bias  # type: ignore[attr-defined]
         reason = self._objection(x, weight, bias)
         if reason is None:

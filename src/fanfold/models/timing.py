@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,14 +27,25 @@ Call = Callable[[Tensor], object]
 
 
 class Choice:
-    """Whether our kernels are ahead, for every number of tokens."""
+    """Whether our kernels are ahead, for every number of tokens.
 
-    def __init__(self, ahead: dict[int, bool], ratios: dict[int, float]) -> None:
-        self.ahead, self.ratios = ahead, ratios
-        sizes = sorted(ahead)
+    ratios  {tokens: (our time, time of a swapped module that runs its own code)}, both over that of the module as it
+    was: stepping aside costs the look at what may have changed, 20 us in use.
+    """
+
+    def __init__(self, ratios: dict[int, tuple[float, float]]) -> None:
+        self.ratios = ratios
+        sizes = sorted(ratios)
+        self.ahead = {s: ratios[s][0] <= ratios[s][1] for s in sizes}
         # the border between two sizes lies at their geometric mean
         self._borders = [int((a * b) ** 0.5) for a, b in itertools.pairwise(sizes)]
-        self._values = [ahead[s] for s in sizes]
+        self._values = list(self.ahead.values())
+
+    @property
+    def gain(self) -> float:
+        """Geometric mean over the timed token counts of the time before over the time after the swap."""
+        after = [min(pair) for pair in self.ratios.values()]
+        return math.exp(-sum(map(math.log, after)) / len(after))
 
     def ours(self, tokens: int) -> bool:
         return self._values[bisect.bisect_left(self._borders, tokens)]
@@ -47,7 +59,7 @@ class Choice:
         return f"cpu at {_runs(self.ahead)} tokens, else torch"
 
 
-ALWAYS = Choice({1: True}, {})
+ALWAYS, NEVER = Choice({1: (0.0, 1.0)}), Choice({1: (1.0, 0.0)})
 
 
 def _runs(ahead: dict[int, bool]) -> str:
@@ -68,27 +80,28 @@ def worth_measuring(n_weights: int) -> bool:
     return n_weights >= _MIN_WEIGHTS
 
 
-def measure(own: Sequence[Call], ours: Sequence[Call], width: int, like: Tensor) -> Choice:
+def measure(sides: Sequence[Sequence[Call]], width: int, like: Tensor) -> Choice:
     """Time modules of one kind, by turns.
 
-    own, ours  for each module, its own code and our kernel: callables of x [1, tokens, width] in like's dtype.
+    sides  the modules' own code, our kernels, and stepping aside: for each a callable of x [1, tokens, width] in like's
+    dtype for every module.
     """
     ratios = {}
     with torch.inference_mode():
         for tokens in SIZES:
             x = torch.randn(1, tokens, width).to(like)
-            layers = len(own) if tokens < _MANY_TOKENS else min(len(own), _FEW_LAYERS)
-            ratios[tokens] = _ratio(own[:layers], ours[:layers], x)
-    return Choice({tokens: ratio <= 1.0 for tokens, ratio in ratios.items()}, ratios)
+            layers = len(sides[0]) if tokens < _MANY_TOKENS else min(len(sides[0]), _FEW_LAYERS)
+            own, ours, aside = _seconds([side[:layers] for side in sides], x)
+            ratios[tokens] = (ours / own, aside / own)
+    return Choice(ratios)
 
 
-def _ratio(own: Sequence[Call], ours: Sequence[Call], x: Tensor) -> float:
-    """Our time over the own code's: each the least of some rounds over all layers."""
-    best = [float("inf"), float("inf")]
-    sides = (own, ours)
+def _seconds(sides: Sequence[Sequence[Call]], x: Tensor) -> list[float]:
+    """Of each side, the least time over some rounds of a pass through all its modules."""
+    best = [float("inf")] * len(sides)
     begin = time.perf_counter()
     for i in range(_ROUNDS + 1):
-        for side in (0, 1) if i % 2 else (1, 0):
+        for side in range(len(sides)) if i % 2 else reversed(range(len(sides))):
             start = time.perf_counter()
             for call in sides[side]:
                 call(x)
@@ -96,4 +109,4 @@ def _ratio(own: Sequence[Call], ours: Sequence[Call], x: Tensor) -> float:
                 best[side] = min(best[side], time.perf_counter() - start)
         if i and time.perf_counter() - begin > _SECONDS:
             break
-    return best[1] / best[0]
+    return best

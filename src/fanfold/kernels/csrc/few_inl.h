@@ -119,7 +119,7 @@ static void dot_group(ptrdiff_t tokens, const WT* w, ptrdiff_t stride, ptrdiff_t
 template <class WT>
 static void dot(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, const float* x, ptrdiff_t ldx, ptrdiff_t K,
                 ptrdiff_t tokens, float* out, ptrdiff_t ldo) {
-  float sums[kRowBlock * kFewTokens * W];
+  float partial[kRowBlock * kFewTokens * W];
   const ptrdiff_t fitting = kInputBytes / (ptrdiff_t)sizeof(float) / tokens;
   const ptrdiff_t step = fitting >= K ? K : fitting - fitting % (2 * W);
   const ptrdiff_t groups = div_up(tokens, kGroup);
@@ -131,14 +131,20 @@ static void dot(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, const float* x, ptrd
       for (ptrdiff_t g = 0; g < groups; ++g) {
         const ptrdiff_t t0 = tokens * g / groups, t1 = tokens * (g + 1) / groups;
         dot_group(t1 - t0, w, m.stride, rows, g == 0 ? ahead : 0, x + t0 * ldx, ldx, k0, imin(K, k0 + step),
-                  sums + t0 * kRowBlock * W);
+                  partial + t0 * kRowBlock * W);
       }
     }
     for (ptrdiff_t g = 0; g < groups; ++g) {
       const ptrdiff_t t0 = tokens * g / groups, T = tokens * (g + 1) / groups - t0;
-      for (ptrdiff_t r = 0; r < rows; ++r) {
-        for (ptrdiff_t t = 0; t < T; ++t) {
-          out[(t0 + t) * ldo + i + r] = sum(load(sums + (t0 * kRowBlock + r * T + t) * W));
+      for (ptrdiff_t t = 0; t < T; ++t) {
+        const float* const of_token = partial + (t0 * kRowBlock + t) * W;
+        for (ptrdiff_t r = 0; r < rows; r += W) {
+          const ptrdiff_t n_sums = imin(W, rows - r);
+          vf v[W];
+#pragma GCC unroll 16
+          for (ptrdiff_t j = 0; j < W; ++j) v[j] = j < n_sums ? load(of_token + (r + j) * T * W) : vf{};
+          const vf done = sums(v);
+          __builtin_memcpy(out + (t0 + t) * ldo + i + r, &done, (size_t)n_sums * sizeof(float));
         }
       }
     }

@@ -98,13 +98,30 @@ INL float bias_at(const void* bias, DType dtype, ptrdiff_t i) {
   return dtype == kFloat32 ? ((const float*)bias)[i] : widen(((const uint16_t*)bias)[i]);
 }
 
-INL float sum(vf v) {  // pairwise: the order is fixed, so results are bit-equal
-  float part[W];
-  store(part, v);
-  for (int n = W / 2; n > 0; n /= 2) {
-    for (int i = 0; i < n; ++i) part[i] += part[i + n];
+// Of vectors a and b made of blocks of B lanes: the blocks' first (or second) halves, those of a before those of b.
+template <int B, int Second, int... I>
+INL vf halves(vf a, vf b, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, (I / (B / 2) * B + I % (B / 2) + Second * (B / 2))...);
+}
+template <int B>
+INL vf fold(vf a, vf b) {
+  constexpr auto all = std::make_integer_sequence<int, W>{};
+  return halves<B, 0>(a, b, all) + halves<B, 1>(a, b, all);
+}
+
+// The sums of W vectors, as one vector: a tree of folds, two shuffles for each addition and W - 1 additions in all. The
+// order is fixed, so results are bit-equal.
+template <int B>
+INL void fold_all(vf (&v)[W]) {
+  if constexpr (B > 1) {
+#pragma GCC unroll 8
+    for (int i = 0; i < B / 2; ++i) v[i] = fold<B>(v[2 * i], v[2 * i + 1]);
+    fold_all<B / 2>(v);
   }
-  return part[0];
+}
+INL vf sums(vf (&v)[W]) {
+  fold_all<W>(v);
+  return v[0];
 }
 
 template <int... I>
