@@ -10,7 +10,8 @@ from torch import nn
 from .linears import matrix
 from .packing import put_back
 from .report import SwapRow
-from .swapped import LinearState, SwappedFFN, SwappedLinear, reset
+from .states import LinearState, reset
+from .swapped import SwappedFFN, SwappedLinear
 from .timing import ALWAYS, NEVER, Choice, measure, worth_measuring
 
 _LEAST_GAIN = 1.01  # below it the swap is not worth its keep (and within the noise of the timing)

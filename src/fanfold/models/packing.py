@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ..nn import FORMATS
-from .swapped import LinearState, uninstall
+from .states import LinearState
+from .swapped import uninstall
 
 
 class Packer:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..layout import Layout
 from ..spec import Spec
-from .swapped import LinearState
+from .states import LinearState
 
 
 @dataclasses.dataclass(kw_only=True)

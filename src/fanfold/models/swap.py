@@ -15,7 +15,8 @@ from .find import Found, Progress, find
 from .linears import matrix
 from .packing import Packer, Unpacker, put_back
 from .report import SwapReport, SwapRow
-from .swapped import FFNState, LinearState, SwappedFFN, SwappedLinear, install, is_swapped, reset, uninstall
+from .states import FFNState, LinearState, reset
+from .swapped import SwappedFFN, SwappedLinear, install, is_swapped, uninstall
 from .verify import Truth
 
 SWAP_FORMATS = (None, "fp32", "bf16")

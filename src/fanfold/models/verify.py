@@ -14,7 +14,7 @@ from ..weights import Weights, to_float64
 from .find import Found
 from .linears import matrix
 from .report import SwapRow
-from .swapped import FFNState
+from .states import FFNState
 from .timing import ALWAYS
 
 _TOKENS = (1, 40)  # decode and prefill take different paths through the kernels

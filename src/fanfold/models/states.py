@@ -1,0 +1,204 @@
+"""What a swapped module remembers: its description, what it looked like, and why calls ran its own code."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import cpu
+from ..kernels import torch as torch_ops
+from ..layout import INTERLEAVED, SEPARATE, Layout
+from ..spec import Spec
+from ..weights import Weights
+from .linears import global_hooks, matrix, pristine
+from .quick import Quick, memory, preparable
+from .timing import Choice
+
+# Reasons that are no surprise: counted, but no warning.
+GRADIENTS = "gradients are needed"
+TRAINING = "training mode with dropout"
+AUTOCAST = "autocast is on"
+FASTER = "PyTorch is faster"
+_QUIET = (GRADIENTS, TRAINING, AUTOCAST, FASTER, "torch.compile", "backend torch")
+
+
+class LinearState:
+    """What a swapped linear remembers: the format it was packed in, and how to undo it."""
+
+    def __init__(self, path: str, format: str | None, backend: str) -> None:
+        self.path, self.format, self.backend = path, format, backend
+        self.quick: Quick | None = None
+        self.choice: Choice | None = None  # by measurement; None: the static rule of the cpu backend
+        self.calls = 0
+        self.aside: Counter[str] = Counter()
+        # name -> (dtype, requires_grad, kept original or None), filled when packed
+        self.originals: dict[str, tuple[torch.dtype, bool, nn.Parameter | None]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "quick": None}  # it watches this module, not the copy
+
+    def ahead(self, x: Tensor, limit: int) -> bool:
+        """Whether our kernels are the better choice for x, as measured; without a measurement up to `limit` tokens."""
+        if self.backend != "auto":
+            return True
+        tokens = x.numel() // x.shape[-1]
+        return tokens <= limit if self.choice is None else self.choice.ours(tokens)
+
+    def slower(self, x: Tensor, weight: Tensor) -> str | None:
+        """Why PyTorch's own ops are the better choice for x and a first weight [out, in], or None."""
+        if self.choice is None:
+            return cpu.slower_than_torch(x, weight)
+        return None if self.choice.ours(x.numel() // weight.shape[1]) else FASTER
+
+    def step_aside(self, reason: str) -> None:
+        if reason not in self.aside and not reason.startswith(_QUIET):
+            warnings.warn(f"fanfold: {self.path} runs its own code: {reason}", stacklevel=4)
+        self.aside[reason] += 1
+
+
+class FFNState(LinearState):
+    """What a swapped FFN module remembers: its description, and what it looked like when it was identified."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        spec: Spec,
+        layout: Layout,
+        roles: dict[str, str],
+        *,
+        scale: float,
+        residual: bool,
+        dropout: bool,
+        format: str | None,
+        backend: str,
+    ) -> None:
+        super().__init__(path, format, backend)
+        self.spec, self.layout, self.roles = spec, layout, roles
+        self.scale, self.residual, self.dropout = scale, residual, dropout
+        # a bias of down that the module's code does not add
+        self.idle_bias = module.get_submodule(roles["down"]).bias is not None and not spec.down_bias
+        self.children: dict[str, Any] = dict(module._modules)
+        self.types = {name: type(child) for name, child in self.children.items()}
+        self.attributes = _attributes(module)
+        self._key: tuple[Any, ...] = ()
+        self._weights: Weights | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_key": (), "_weights": None}  # views into this module's memory
+
+    def accept_changes(self, module: nn.Module) -> None:
+        """Take the children as they are now for known (after packing them)."""
+        self.types = {name: type(child) for name, child in module._modules.items()}
+
+    def objection(self, module: nn.Module, x: Any, args: tuple, kwargs: dict[str, Any]) -> str | None:
+        """Why this call must run the module's own code, or None."""
+        if type(x) is not Tensor and type(x) is not nn.Parameter:
+            return f"x is a {type(x).__name__}"
+        if kwargs or len(args) != self.residual:
+            return f"called with {len(args)} further arguments and {sorted(kwargs)}"
+        if x.shape[-1] != self.spec.d_model:
+            return f"x has shape {tuple(x.shape)}, expected (…, {self.spec.d_model})"
+        if module.training and self.dropout:
+            return TRAINING
+        if torch_ops.autocast_on(x):
+            return AUTOCAST
+        children = module._modules
+        if len(children) != len(self.children):
+            return "its children have changed"
+        for name, child in self.children.items():
+            if children.get(name) is not child or type(child) is not self.types[name]:
+                return f"{name} was exchanged (an adapter?)"
+            if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+                return f"{name} has a hook"
+            if "forward" in child.__dict__:
+                return f"{name}.forward is patched"
+        own = module.__dict__
+        for name, value in self.attributes.items():
+            if own.get(name, self) is not value:
+                return f"attribute {name} has changed"
+        for name in self.roles.values():
+            if not pristine(children[name]):  # type: ignore[arg-type]
+                return f"{name} holds a foreign tensor type or a parametrization"
+        return "hooks on every module are registered" if global_hooks() else None
+
+    def finish(self, y: Tensor, args: tuple) -> Tensor:
+        """What the module does to the FFN's output: a constant factor, a residual added."""
+        if self.scale != 1.0:
+            y = y * self.scale
+        return y + args[0] if self.residual else y
+
+    def prepare(self, module: nn.Module, x: Tensor, weights: Weights) -> None:
+        """Bind the kernel for further calls like this one, which has passed every check."""
+        if self._copies_biases or not preparable(x):
+            return
+        call = cpu.prepare(x, weights)
+        if call is None:
+            return
+        watched = [(module._modules, name, child) for name, child in self.children.items()]
+        watched += [(module.__dict__, name, value) for name, value in self.attributes.items()]
+        for name in self.roles.values():
+            places = self.children[name]._parameters
+            watched += [(places, key, p) for key, p in places.items()]
+        self.quick = Quick(call, x, weights.up, watched, list(self.children.values()))
+
+    def weights(self, module: nn.Module) -> Weights | str:
+        """The linears' parameters as Weights: views in place, made anew only if a parameter moved. If they no longer
+        are what the spec says, the reason."""
+        try:
+            return self._current(module)
+        except ValueError as error:
+            return f"its weights have changed: {error}"
+
+    def _current(self, module: nn.Module) -> Weights:
+        linears = {role: module._modules[name] for role, name in self.roles.items()}
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._build(linears)  # views made without grad would cut the parameters off from autograd
+        parameters = [p for linear in linears.values() for p in linear._parameters.values()]  # type: ignore[union-attr]
+        key = tuple((id(p), *memory(p)) for p in parameters if p is not None)
+        if key != self._key or self._weights is None:
+            weights = self._build(linears)
+            if self._copies_biases:
+                return weights
+            self._key, self._weights = key, weights
+        return self._weights
+
+    @property
+    def _copies_biases(self) -> bool:
+        """Interleaved biases have stride 2, which the kernels do not read: they are copied anew for each call."""
+        return self.layout.order in INTERLEAVED and self.spec.up_bias
+
+    def _build(self, linears: dict[str, Any]) -> Weights:
+        down = linears["down"]
+        arrays: dict[str, Any] = {"down": matrix(down)}
+        if self.spec.down_bias or not self.idle_bias:
+            arrays["down_bias"] = down.bias
+        if self.layout.order != SEPARATE:
+            fused = linears["gate_up"]
+            # matrix() has put Conv1D the right way round, so halves are rows here in either case
+            rows = Layout(order=self.layout.order)
+            arrays["gate"], arrays["up"] = rows.split(matrix(fused))
+            if fused.bias is not None:
+                arrays["gate_bias"], arrays["up_bias"] = (b.contiguous() for b in rows.split(fused.bias))
+        else:
+            for role in ("gate", "up") if self.spec.gated else ("up",):
+                arrays[role] = matrix(linears[role])
+                arrays[f"{role}_bias"] = linears[role].bias
+        return Weights(self.spec, **arrays)  # checked: a bias that came or went, or a pruned matrix, raises
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The instance's own public attributes (functions, flags, widths): if one is exchanged, the code may mean something
+    else."""
+    return {k: v for k, v in module.__dict__.items() if not k.startswith("_") and k != "training"}
+
+
+def reset(states: list[LinearState]) -> None:
+    """Forget the calls made while swapping."""
+    for state in states:
+        state.calls = 0
+        state.aside.clear()
