@@ -489,3 +489,19 @@ def test_an_ffn_that_would_not_be_faster_is_left(monkeypatch) -> None:
                         mlp(x[:, :1])
                 assert report.rows[0].calls == 2
                 assert report.rows[0].stepped_aside == {"PyTorch is faster": 2}
+
+
+@pytest.mark.parametrize("family", [LLAMA, BERT, GPT2], ids=lambda f: f.name)
+def test_a_swapped_model_compiles_whole(family) -> None:
+    torch._dynamo.reset()
+    model = build(family)
+    batch = inputs(model)
+    with torch.no_grad():
+        truth = logits(copy.deepcopy(model).double(), batch)
+        before = logits(model, batch)
+        ff.swap(model)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert numerics.compare(compiled(**batch).logits, truth, before).ok
+        mlp = model.get_submodule(ff.find(model)[0].projections["up"])
+        mlp.weight.zero_()  # read in place: the compiled model sees it
+        assert not numerics.compare(compiled(**batch).logits, truth, before).ok
