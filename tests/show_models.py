@@ -15,6 +15,7 @@ def tokenizer(folder: Path) -> int:
     """Save a word tokenizer of Python's manual in `folder`; -> its vocabulary's size."""
     words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder.mkdir(exist_ok=True)
     words.train_from_iterator(
         [default_text()[:40_000]], trainers.WordLevelTrainer(vocab_size=200, special_tokens=["[UNK]", "[PAD]"])
     )
@@ -23,8 +24,8 @@ def tokenizer(folder: Path) -> int:
     return words.get_vocab_size()
 
 
-def llama(folder: Path) -> Path:
-    """Two layers, d_model 32, d_ff 88, a context of 96."""
+def llama(folder: Path, **more: object) -> Path:
+    """Two layers, d_model 32, d_ff 88, a context of 96; `more` goes into the config."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=32,
@@ -36,12 +37,13 @@ def llama(folder: Path) -> Path:
         vocab_size=tokenizer(folder),
         eos_token_id=None,
         bos_token_id=None,
+        **more,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
 
-def bert(folder: Path) -> Path:
+def bert(folder: Path, cls: type = transformers.BertModel) -> Path:
     torch.manual_seed(0)
     config = transformers.BertConfig(
         hidden_size=32,
@@ -51,7 +53,7 @@ def bert(folder: Path) -> Path:
         max_position_embeddings=64,
         vocab_size=tokenizer(folder),
     )
-    transformers.BertModel(config).save_pretrained(folder)
+    cls(config).save_pretrained(folder)
     return folder
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -15,6 +17,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
+import transformers
 import typer
 from typer.testing import CliRunner
 
@@ -160,6 +165,81 @@ def test_damaged_safetensors(tmp_path, tiny):
     (tmp_path / "config.json").write_text((tiny / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:200])
     assert "could not be loaded" in fails("inspect", tmp_path)
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def _with(tiny: Path, folder: Path, tensor: torch.Tensor | None) -> Path:
+    """A copy of the model with another tensor UP, or without it."""
+    shutil.copytree(tiny, folder)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    del tensors[UP]
+    if tensor is not None:
+        tensors[UP] = tensor
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("verb", ["inspect", "swap", "bench"])
+def test_missing_tensor_is_not_filled_with_random_numbers(tiny, tmp_path, verb):
+    path = _with(tiny, tmp_path / "m", None)
+    assert fails(verb, path) == f"{path} does not hold the weights of LlamaForCausalLM: {UP} missing"
+
+
+def test_tensor_of_another_shape_is_named(tiny, tmp_path):
+    path = _with(tiny, tmp_path / "m", torch.zeros(10, 32))
+    assert fails("swap", path) == f"{path} does not hold the weights of LlamaForCausalLM: {UP} of another shape"
+
+
+def test_checkpoint_that_is_another_models(tiny, tmp_path):
+    path = _with(tiny, tmp_path / "m", None)
+    safetensors.torch.save_file({"x": torch.zeros(1)}, path / "model.safetensors", {"format": "pt"})
+    message = fails("inspect", path)
+    assert re.search(r", \S+, \S+ and \d+ more missing$", message)
+
+
+def test_tied_head_and_absent_pooler_are_no_faults(tmp_path):
+    tied = show_models.llama(tmp_path / "llama", tie_word_embeddings=True)
+    assert "lm_head.weight" not in safetensors.torch.load_file(tied / "model.safetensors")
+    assert document("inspect", tied)["n_ffns"] == 2
+    masked = show_models.bert(tmp_path / "bert", transformers.BertForMaskedLM)
+    assert not any("pooler" in k for k in safetensors.torch.load_file(masked / "model.safetensors"))
+    assert document("inspect", masked)["n_ffns"] == 2
+
+
+def _tiny_gguf(path: Path, without: str | None = None) -> Path:
+    """A Llama of one layer and no tokenizer; `without` one of its tensors."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(88)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(50)
+    square = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (32, 32))
+    wide = {"ffn_gate": (88, 32), "ffn_up": (88, 32), "ffn_down": (32, 88)}
+    norms = dict.fromkeys(("attn_norm", "ffn_norm"), (32,))
+    shapes = {f"blk.0.{name}.weight": shape for name, shape in {**square, **wide, **norms}.items()}
+    shapes |= {"token_embd.weight": (50, 32), "output.weight": (50, 32), "output_norm.weight": (32,)}
+    rng = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        if name != without:
+            writer.add_tensor(name, rng.standard_normal(shape, dtype=np.float32) * np.float32(0.2))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_missing_tensor_of_a_gguf_is_named(tmp_path):
+    assert invoke("inspect", _tiny_gguf(tmp_path / "whole.gguf")).exit_code == 0
+    result = invoke("inspect", _tiny_gguf(tmp_path / "part.gguf", "blk.0.ffn_up.weight"))
+    assert result.exit_code == 1
+    assert "LlamaForCausalLM: model.layers.0.mlp.up_proj.weight missing" in result.stderr
 
 
 def test_file_that_is_no_gguf(tmp_path):

@@ -129,19 +129,43 @@ def _load(name: str, path: Path, kind: str, auto: str, folder: Path, more: dict[
     target = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     common = {"local_files_only": True, "trust_remote_code": False}
     try:
-        model = getattr(transformers, auto).from_pretrained(folder, dtype=target, **common, **more)
+        # sizes that differ are listed like tensors that are missing, instead of raised without their names
+        model, info = getattr(transformers, auto).from_pretrained(
+            folder, dtype=target, output_loading_info=True, ignore_mismatched_sizes=True, **common, **more
+        )
     except MemoryError:
         raise
     except Exception as error:  # whatever a damaged or foreign model makes transformers raise
         if isinstance(error, RuntimeError) and "allocate memory" in str(error):
             raise
         raise ValueError(f"{path} could not be loaded: {first_line(error)}") from None
+    _check_complete(path, type(model).__name__, auto, info)
     more = {k: v for k, v in more.items() if k == "gguf_file"}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **common, **more)
     except Exception:  # many models have none (images), or none beside the weights
         tokenizer = None
     return Loaded(name, path, model.eval(), tokenizer, kind)
+
+
+def _check_complete(path: Path, cls: str, auto: str, info: dict[str, Any]) -> None:
+    """Raise ValueError if transformers filled any tensor with random numbers, as it does for one that is not there.
+
+    info  its loading info, which leaves out tied and derived tensors. AutoModel adds a pooler, which comes after the
+          last hidden state; many checkpoints have none, and nothing here reads it.
+    """
+    spared = "pooler." if auto == "AutoModel" else None
+    missing = sorted(k for k in info["missing_keys"] if spared is None or not k.startswith(spared))
+    wrong = sorted(k if isinstance(k, str) else k[0] for k in info["mismatched_keys"])
+    faults = [f"{_some(keys)} {what}" for keys, what in ((missing, "missing"), (wrong, "of another shape")) if keys]
+    if faults:
+        raise ValueError(f"{path} does not hold the weights of {cls}: {'; '.join(faults)}")
+
+
+def _some(keys: list[str]) -> str:
+    """The first three names and how many more there are."""
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return f"{', '.join(keys[:3])}{more}"
 
 
 def _folder_bytes(path: Path, config: dict[str, Any], dtype: str) -> float:
