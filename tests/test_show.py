@@ -398,7 +398,49 @@ def test_swap(tiny):
     report = document("swap", tiny)
     assert (report["n_swapped"], report["n_ffns"], report["format"]) == (2, 2, None)
     assert all(row["status"] == "swapped" and row["ratio"] <= 1 for row in report["rows"])
-    assert "2 of 2 FFNs swapped" in invoke("swap", tiny, "--format", "bf16").stdout
+    out = invoke("swap", tiny, "--format", "bf16").stdout
+    assert "2 of 2 FFNs identified and swapped" in out
+    assert re.search(r"kernel error against float64 of the weights as stored: at most \S+ of what the rule allows", out)
+    assert re.search(r"rounding the weights to bf16 changes an FFN's output by at most 0\.00\d+ \(relative\)", out)
+    assert "rounding" not in invoke("swap", tiny).stdout
+
+
+def _left(monkeypatch, reason: str, unidentified: bool = False) -> None:
+    """Make every swap end with nothing swapped, for this reason."""
+    import fanfold.models.swap as library
+
+    def swap(model, **options):
+        report = library_swap(model, **options)
+        library.unswap(model)
+        for row in report.rows:
+            row.status, row.backend, row.reason = "left", None, reason
+            row.spec = None if unidentified else row.spec
+        return report
+
+    library_swap = library.swap
+    monkeypatch.setattr(library, "swap", swap)
+
+
+def test_swap_that_would_not_pay_is_no_failure(tiny, monkeypatch):
+    _left(monkeypatch, "PyTorch is as fast or faster (our time over its, by tokens: 1: 1.05)")
+    result = invoke("swap", tiny)
+    assert result.exit_code == 0
+    assert "2 of 2 FFNs identified, 0 swapped: PyTorch is as fast or faster on this machine\n" in result.stdout
+    assert result.stdout.count("by tokens: 1: 1.05") == 1
+    assert "2 FFNs left as found: PyTorch is as fast" in result.stdout
+    (run,) = document("bench", tiny, *SMALL)["runs"]
+    assert demo_module.verified(run)[0].endswith("2 of 2 FFNs identified, 0 swapped: PyTorch is as fast or faster on "
+                                                 "this machine")  # fmt: skip
+
+
+@pytest.mark.parametrize("unidentified", [True, False])
+def test_swap_of_nothing_fails(tiny, monkeypatch, unidentified):
+    _left(monkeypatch, "it is something else", unidentified)
+    result = invoke("swap", tiny)
+    assert result.exit_code == 1
+    assert result.stderr == f"fanfold: no FFN of {tiny} was swapped: it is something else\n"
+    assert f"{0 if unidentified else 2} of 2 FFNs identified" in result.stdout
+    assert "PyTorch is as fast" not in result.stdout
 
 
 SMALL = ("--repeats", "2", "--prompt-tokens", "8", "--new-tokens", "4", "--text-tokens", "150")
@@ -427,6 +469,7 @@ def test_bench_of_a_causal_model(tiny, format):
 
 def test_bench_of_several_formats_prints_a_table_each(tiny):
     out = invoke("bench", tiny, "--format", "none", "--format", "bf16", *SMALL).stdout
+    assert out.count("rounding the weights to bf16 changes an FFN's output by at most ") == 1
     for words in (
         "format none (in place): 2 of 2",
         "format bf16: 2 of 2",
@@ -460,6 +503,7 @@ def test_demo_runs_all_of_it(tiny, tiny_bert, monkeypatch):
     out = document("demo", "--repeats", "1")
     assert [len(m["runs"]) for m in out["models"]] == [2, 1]
     assert any("greedy text" in line for line in out["verified"])
+    assert sum("rounding the weights to bf16 changes an FFN's output" in line for line in out["verified"]) == 1
     assert any("cosine" in line or "embeddings" in line for line in out["verified"])
     assert "Verified in this run:" in invoke("demo", "--repeats", "1").stdout
 

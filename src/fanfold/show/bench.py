@@ -8,7 +8,7 @@ import gc
 from pathlib import Path
 from typing import Any
 
-from . import machine, text, timing
+from . import machine, outcome, text, timing
 from .output import number, percent, progress, size, table
 
 LENGTHS = (16, 64, 256)  # tokens of an encoder's inputs
@@ -204,11 +204,11 @@ def show(result: dict[str, Any]) -> None:
     report = result["swap"]
     title = (
         f"{result['model']}, {result['dtype']}, format {result['format'] or 'none (in place)'}: "
-        f"{report['n_swapped']} of {report['n_ffns']} FFNs swapped"
+        + outcome.headline(report)
     )
     table(title, ["", "before", "after", ""], rows)
-    for reason in sorted({r["reason"] for r in report["rows"] if r["status"] != "swapped"}):
-        print(f"left as it was: {reason}")
+    for line in (*outcome.reasons(report), *outcome.errors(report)):
+        print(line)
     print(f"median (p20–p80) of {result['repeats']}, by turns; {result['threads']} threads, {result['processor']}")
 
 

@@ -96,13 +96,15 @@ def swap(
     with stdout_kept(json):
         loaded = _load(model, dtype)
         from ..models.swap import swap as do_swap
+        from . import outcome
 
         with progress("swapping, each FFN verified") as step:
             report = do_swap(loaded.model, format=_format(format), backend=backend.value, progress=step)
     document = {"model": model, "format": _format(format), "backend": backend.value, **report.to_dict()}
-    emit(document) if json else print(report)
-    if not report.n_swapped:
-        raise ValueError(f"no FFN of {model} was swapped: {report.rows[0].reason}")
+    emit(document) if json else outcome.show(report)
+    failed = outcome.failed(document)
+    if failed is not None:
+        raise ValueError(f"no FFN of {model} was swapped: {failed}")
 
 
 @app.command()

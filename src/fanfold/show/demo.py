@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import bench, card
+from . import bench, card, outcome
 from .models import Loaded, load
 from .output import number, progress
 
@@ -48,11 +48,7 @@ def identify(loaded: Loaded) -> list[Any]:
 def verified(run: dict[str, Any]) -> list[str]:
     """What one bench run has shown, a sentence each, from its own numbers."""
     what = f"{run['model']}, format {run['format'] or 'none'}"
-    rows = [r for r in run["swap"]["rows"] if r["status"] == "swapped"]
-    out = [f"{what}: {len(rows)} of {run['swap']['n_ffns']} FFNs identified by experiment and swapped"]
-    ratios = [r["ratio"] for r in rows if r["ratio"] is not None]
-    if ratios:
-        out.append(f"{what}: against float64, largest error is {number(max(ratios))} of what the rule allows")
+    out = [f"{what}: {line}" for line in (outcome.headline(run["swap"]), *outcome.errors(run["swap"]))]
     results = run["results"]
     if "greedy" in results:
         g = results["greedy"]
