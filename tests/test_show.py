@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import shutil
@@ -170,13 +171,13 @@ def test_damaged_safetensors(tmp_path, tiny):
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
-def _with(tiny: Path, folder: Path, tensor: torch.Tensor | None) -> Path:
-    """A copy of the model with another tensor UP, or without it."""
+def _with(tiny: Path, folder: Path, tensor: torch.Tensor | None, name: str = UP) -> Path:
+    """A copy of the model with another tensor `name`, or without it."""
     shutil.copytree(tiny, folder)
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    del tensors[UP]
+    del tensors[name]
     if tensor is not None:
-        tensors[UP] = tensor
+        tensors[name] = tensor
     safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -287,7 +288,8 @@ def test_model_without_ffn(tmp_path):
 
 
 def test_text_errors(tiny, tmp_path):
-    assert "No such file" in fails("bench", tiny, "--text", tmp_path / "none.txt")
+    none = tmp_path / "none.txt"
+    assert fails("bench", tiny, "--text", none) == f"--text {none} cannot be read: No such file or directory"
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
     assert "is not UTF-8 text" in fails("bench", tiny, "--text", tmp_path / "bad.txt")
     (tmp_path / "empty.txt").write_text(" \n")
@@ -473,10 +475,53 @@ def test_bench_of_several_formats_prints_a_table_each(tiny):
     for words in (
         "format none (in place): 2 of 2",
         "format bf16: 2 of 2",
-        "prefill, 8 tokens, tokens/s",
+        "prefill, 8 tokens, tokens/s (higher is better)",
+        "FFN bytes (lower is better)",
+        "perplexity, 150 tokens (lower is better)",
         "greedy text",
+        "tokens: of Python's manual",
     ):
         assert words in out
+
+
+def test_logits_that_are_not_finite_are_never_called_identical(tiny, tmp_path):
+    nan = safetensors.torch.load_file(tiny / "model.safetensors")["lm_head.weight"].clone()
+    nan[3] = math.nan
+    path = _with(tiny, tmp_path / "m", nan, "lm_head.weight")
+    result = invoke("bench", path, *SMALL)
+    assert result.exit_code == 1
+    assert result.stderr == f"fanfold: {path}, format none: logits are not finite before and after the swap\n"
+    assert "identical" not in result.stdout
+    assert "not comparable: logits are not finite" in result.stdout
+    found = json.loads(invoke("bench", path, *SMALL, "--json").stdout)
+    assert found["runs"][0]["results"]["greedy"]["identical"] is False
+
+
+def test_random_tokens_are_named(tiny, tmp_path):
+    path = shutil.copytree(tiny, tmp_path / "m")
+    for file in path.glob("token*"):
+        file.unlink()
+    result = invoke("bench", path, *SMALL, "--prompt", "hello")
+    assert result.exit_code == 0, result.stderr
+    assert "perplexity, 150 random tokens" in result.stdout
+    assert "prefill, 8 random tokens" in result.stdout
+    assert "tokens: random tokens, as the model has no tokenizer" in result.stdout
+    assert result.stderr == "fanfold: --prompt ignored: not for a model that generates text, without a tokenizer\n"
+
+
+def test_options_for_another_kind_of_model_are_said_to_be_ignored(tiny_bert):
+    result = invoke("bench", tiny_bert, "--repeats", "1", "--prompt-tokens", "8", "--new-tokens", "4")
+    assert result.exit_code == 0
+    assert result.stderr == "fanfold: --prompt-tokens, --new-tokens ignored: not for an encoder\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shown"),
+    [((1, 2, 3), (3, 4, 5), "~"), ((1, 2, 3), (3.1, 4, 5), "x 2.00"), ((3.1, 4, 5), (1, 2, 3), "x 0.50")],
+)
+def test_ratio_within_the_noise_is_none(before, after, shown):
+    sides = [dict(zip(("p20", "median", "p80"), side, strict=True)) for side in (before, after)]
+    assert bench._ratio(*sides) == shown
 
 
 def test_bench_of_an_encoder(tiny_bert):

@@ -13,6 +13,8 @@ from .output import number, percent, progress, size, table
 
 LENGTHS = (16, 64, 256)  # tokens of an encoder's inputs
 SENTENCES = 32
+HIGHER, LOWER = " (higher is better)", " (lower is better)"
+RANDOM = "random tokens"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,8 +84,41 @@ def bench(loaded: Any, format: str | None, settings: Settings, found: list[Any])
         "before": sides[0],
         "after": sides[1],
         "peak_memory": {"before": memory_before, "after": _peak(after, one, besides=before)},
+        "text": _source(loaded, settings),
         "results": said,
     }
+
+
+def _source(loaded: Any, settings: Settings) -> str | None:
+    """Where the tokens come from; None for a model that reads none."""
+    if loaded.kind == "other":
+        return None
+    if loaded.tokenizer is None:
+        return RANDOM
+    return str(settings.text_file) if settings.text_file else "Python's manual"
+
+
+def ignored(loaded: Any, given: list[str]) -> list[str]:
+    """A line for the options among `given` (names of Settings' fields) that do not apply to this model."""
+    generation = {"prompt_tokens", "new_tokens", "prompt"}
+    no_text = {"text_file", "text_tokens"}
+    useless = {
+        "causal": (set(), "a model that generates text"),
+        "encoder": (generation, "an encoder"),
+        "other": (generation | no_text, "a model that reads no text"),
+    }
+    names, kind = useless[loaded.kind]
+    if loaded.kind != "other" and loaded.tokenizer is None:
+        names, kind = names | {"text_file", "prompt"}, f"{kind}, without a tokenizer"
+    said = ["--" + name.removesuffix("_file").replace("_", "-") for name in given if name in names]
+    return [f"{', '.join(said)} ignored: not for {kind}"] if said else []
+
+
+def not_finite(result: dict[str, Any]) -> str | None:
+    """What to say if a model's results are NaN or infinite, so that they prove nothing."""
+    wrong = result["results"]["not_finite"]
+    what = "logits" if "logits" in result["results"] else "outputs"
+    return f"{what} are not finite {' and '.join(wrong)} the swap" if wrong else None
 
 
 def _work(loaded: Any, sample: Any, settings: Settings) -> tuple[timing.Pass, dict[str, int]]:
@@ -133,31 +168,40 @@ def _ffn_bytes(model: Any, found: list[Any]) -> int:
     return sum(p.nbytes for p in parameters.values())
 
 
-def _compare(
-    loaded: Any, before: Any, after: Any, sample: Any, read: str, settings: Settings
-) -> dict[str, dict[str, Any]]:
-    """What the two models make of the same text."""
+def _compare(loaded: Any, before: Any, after: Any, sample: Any, read: str, settings: Settings) -> dict[str, Any]:
+    """What the two models make of the same input; not_finite lists those whose output is NaN or infinite."""
     if loaded.kind == "causal":
-        return _compare_text(loaded, before, after, sample, settings)
+        window = sample[:, : min(text.WINDOW, text.context(before))]
+        inputs = {"input_ids": window, "use_cache": False}
+    elif loaded.kind == "encoder":
+        inputs = {"input_ids": sample[:, : min(text.context(before) - 2, 128)]}
+    else:
+        inputs = _inputs(loaded)
+    difference, wrong = _difference(before, after, inputs)
+    out: dict[str, Any] = {"not_finite": wrong}
+    if loaded.kind == "causal":
+        return {
+            **out,
+            "logits": {"relative_difference": difference},
+            **_compare_text(loaded, before, after, sample, settings, not wrong),
+        }
     if loaded.kind == "encoder" and loaded.tokenizer is not None:
         texts = text.sentences(read, SENTENCES)
         cosine = (text.embeddings(loaded, before, texts) * text.embeddings(loaded, after, texts)).sum(1)
-        return {"embeddings": {"sentences": len(texts), "cosine_min": float(cosine.min())}}
-    inputs = (
-        {"input_ids": sample[:, : min(text.context(before) - 2, 128)]} if loaded.kind == "encoder" else _inputs(loaded)
-    )
-    return {"outputs": {"relative_difference": _difference(before, after, inputs)}}
+        return {**out, "embeddings": {"sentences": len(texts), "cosine_min": float(cosine.min())}}
+    return {**out, "outputs": {"relative_difference": difference}}
 
 
-def _compare_text(loaded: Any, before: Any, after: Any, sample: Any, settings: Settings) -> dict[str, dict[str, Any]]:
+def _compare_text(
+    loaded: Any, before: Any, after: Any, sample: Any, settings: Settings, finite: bool
+) -> dict[str, dict[str, Any]]:
+    """Perplexities and greedy texts. Texts of logits that are not `finite` are never called identical."""
     prompt = text.token_ids(loaded, settings.prompt, settings.prompt_tokens)
     told = [text.greedy(model, prompt, settings.new_tokens) for model in (before, after)]
     same = next((i for i, (a, b) in enumerate(zip(*told)) if a != b), min(len(t) for t in told))
-    identical = told[0] == told[1]
+    identical = finite and told[0] == told[1]
     decode = loaded.tokenizer.decode if loaded.tokenizer is not None else str
-    window = sample[:, : min(text.WINDOW, text.context(before))]
     return {
-        "logits": {"relative_difference": _difference(before, after, {"input_ids": window, "use_cache": False})},
         "perplexity": {
             "tokens": sample.shape[1],
             "before": text.perplexity(before, sample),
@@ -166,41 +210,51 @@ def _compare_text(loaded: Any, before: Any, after: Any, sample: Any, settings: S
         "greedy": {
             "identical": identical,
             "tokens": len(told[0]),
-            "first_difference": None if identical else same,
-            "prompt": settings.prompt,
+            "first_difference": None if identical or not finite else same,
+            "prompt": settings.prompt if loaded.tokenizer is not None else RANDOM,
             "before": decode(told[0]),
             "after": decode(told[1]),
         },
     }
 
 
-def _difference(before: Any, after: Any, inputs: dict[str, Any]) -> float:
-    """Root mean square of the change of the model's first output, over that of the output."""
+def greedy_words(greedy: dict[str, Any]) -> str:
+    """How the greedy texts compare, in words."""
+    if greedy["identical"]:
+        return "identical"
+    first = greedy["first_difference"]
+    return "not comparable: logits are not finite" if first is None else f"differs from token {first + 1}"
+
+
+def _difference(before: Any, after: Any, inputs: dict[str, Any]) -> tuple[float, list[str]]:
+    """(root mean square of the change of the model's first output over that of the output, whose is not finite)."""
     import torch
 
     from .. import numerics
 
     with torch.inference_mode():
         a, b = (next(iter(model(**inputs).to_tuple())) for model in (before, after))
-    return numerics.relative_error(b, a)
+    wrong = [side for side, y in (("before", a), ("after", b)) if not bool(torch.isfinite(y).all())]
+    return (float("nan") if wrong else numerics.relative_error(b, a)), wrong
 
 
 def show(result: dict[str, Any]) -> None:
     """Print one bench result for people."""
     before, after = result["before"], result["after"]
     rows = []
+    drawn = " random" if result["text"] == RANDOM else ""
     for what in before["tokens_per_s"]:
         a, b = before["tokens_per_s"][what], after["tokens_per_s"][what]
-        unit = f"{what}, {result['tokens'][what]} tokens" if what in ("prefill", "decode") else what
+        unit = f"{what}, {result['tokens'][what]}{drawn} tokens" if what in ("prefill", "decode") else what
         unit += ", per second" if what == "forward" else ", tokens/s"
-        rows.append([unit, _spread(a), _spread(b), f"x {b['median'] / a['median']:.2f}"])
-    rows.append(_row("FFN time of a pass, ms", before["ffn_seconds"] * 1e3, after["ffn_seconds"] * 1e3, number))
+        rows.append([f"{unit}{HIGHER}", _spread(a), _spread(b), _ratio(a, b)])
+    rows.append(_row(f"FFN time of a pass, ms{LOWER}", before["ffn_seconds"] * 1e3, after["ffn_seconds"] * 1e3, number))
     rows.append(["FFN share of the time", percent(before["ffn_share"]), percent(after["ffn_share"]), ""])
-    rows.append(_row("FFN bytes", before["ffn_bytes"], after["ffn_bytes"], size))
+    rows.append(_row(f"FFN bytes{LOWER}", before["ffn_bytes"], after["ffn_bytes"], size))
     peak = result["peak_memory"]
     if peak["before"] and peak["after"]:
-        rows.append(_row("peak memory of the process", peak["before"], peak["after"], size))
-    rows += _said(result["results"])
+        rows.append(_row(f"peak memory of the process{LOWER}", peak["before"], peak["after"], size))
+    rows += _said(result["results"], drawn)
     report = result["swap"]
     title = (
         f"{result['model']}, {result['dtype']}, format {result['format'] or 'none (in place)'}: "
@@ -209,31 +263,42 @@ def show(result: dict[str, Any]) -> None:
     table(title, ["", "before", "after", ""], rows)
     for line in (*outcome.reasons(report), *outcome.errors(report)):
         print(line)
-    print(f"median (p20–p80) of {result['repeats']}, by turns; {result['threads']} threads, {result['processor']}")
+    if result["text"] == RANDOM:
+        print("tokens: random tokens, as the model has no tokenizer")
+    elif result["text"]:
+        print(f"tokens: of {result['text']}")
+    print(f"median (p20–p80) of {result['repeats']}, by turns; ~ where the ranges overlap")
+    print(f"{result['threads']} threads, {result['processor']}")
 
 
-def _said(results: dict[str, dict[str, Any]]) -> list[list[str]]:
+def _said(results: dict[str, Any], drawn: str) -> list[list[str]]:
     rows = []
     if "perplexity" in results:
         p = results["perplexity"]
-        rows.append([f"perplexity, {p['tokens']} tokens", f"{p['before']:.4f}", f"{p['after']:.4f}", ""])
+        rows.append([f"perplexity, {p['tokens']}{drawn} tokens{LOWER}", f"{p['before']:.4f}", f"{p['after']:.4f}", ""])
     if "greedy" in results:
         g = results["greedy"]
-        same = "identical" if g["identical"] else f"differs from token {g['first_difference'] + 1}"
-        rows.append([f"greedy text, {g['tokens']} tokens", "", same, ""])
+        rows.append([f"greedy text, {g['tokens']} tokens", "", greedy_words(g), ""])
     rows += [
-        [f"{name}, relative difference", "", number(results[name]["relative_difference"]), ""]
+        [f"{name}, relative difference{LOWER}", "", number(results[name]["relative_difference"]), ""]
         for name in ("logits", "outputs")
         if name in results
     ]
     if "embeddings" in results:
         e = results["embeddings"]
-        rows.append([f"lowest cosine of {e['sentences']} sentences", "", f"{e['cosine_min']:.7f}", ""])
+        rows.append([f"lowest cosine of {e['sentences']} sentences{HIGHER}", "", f"{e['cosine_min']:.7f}", ""])
     return rows
 
 
 def _row(name: str, before: float, after: float, form: Any) -> list[str]:
     return [name, form(before), form(after), f"x {after / before:.2f}" if before else ""]
+
+
+def _ratio(before: dict[str, float], after: dict[str, float]) -> str:
+    """after / before; "~" where the ranges from p20 to p80 overlap, so that no difference was measured."""
+    if before["p20"] <= after["p80"] and after["p20"] <= before["p80"]:
+        return "~"
+    return f"x {after['median'] / before['median']:.2f}"
 
 
 def _spread(s: dict[str, float]) -> str:

@@ -110,6 +110,7 @@ def swap(
 @app.command()
 @guarded
 def bench(
+    context: typer.Context,
     model: Model,
     format: Formats = None,
     dtype: ModelDtype = Dtype.fp32,
@@ -140,6 +141,8 @@ def bench(
     runs: list[dict[str, Any]] = []
     with stdout_kept(json):
         loaded = _load(model, dtype, copies=2.0)
+        for line in work.ignored(loaded, _given(context)):
+            print(f"fanfold: {line}", file=sys.stderr)
         found = identify(loaded)
     for one in format or [Format.none]:
         with stdout_kept(json):
@@ -148,6 +151,7 @@ def bench(
             work.show(runs[-1])
     if json:
         emit({"model": model, "runs": runs})
+    _refuse_not_finite(runs)
 
 
 @app.command()
@@ -161,6 +165,7 @@ def demo(repeats: Repeats = 5, json: Json = False) -> None:
         document = work.demo(Settings(repeats=repeats), show=not json)
     if json:
         emit(document)
+    _refuse_not_finite([run for entry in document["models"] for run in entry["runs"]])
 
 
 app.command()(count_verbs.size)
@@ -179,6 +184,23 @@ def doctor(json: Json = False) -> None:
     if not found["ok"]:
         failed = [f"{t['backend']} {t['isa'] or ''} {t['dtype']}" for t in found["self_test"] if not t["ok"]]
         raise ValueError(f"the self-test failed: {'; '.join(failed)}")
+
+
+def _given(context: typer.Context) -> list[str]:
+    """Names of Settings' fields whose options were typed."""
+    names = ("prompt_tokens", "new_tokens", "text", "text_tokens", "prompt")
+    typed = [n for n in names if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"]
+    return ["text_file" if n == "text" else n for n in typed]
+
+
+def _refuse_not_finite(runs: list[dict[str, Any]]) -> None:
+    """Raise ValueError if a model gave NaN or infinity: then nothing that was measured means anything."""
+    from .bench import not_finite
+
+    for run in runs:
+        said = not_finite(run)
+        if said is not None:
+            raise ValueError(f"{run['model']}, format {run['format'] or 'none'}: {said}")
 
 
 def _format(format: Format) -> str | None:

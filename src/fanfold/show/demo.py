@@ -52,9 +52,8 @@ def verified(run: dict[str, Any]) -> list[str]:
     results = run["results"]
     if "greedy" in results:
         g = results["greedy"]
-        same = "identical" if g["identical"] else f"different from token {g['first_difference'] + 1}"
         out.append(
-            f"{what}: greedy text of {g['tokens']} tokens {same}; logits differ by "
+            f"{what}: greedy text of {g['tokens']} tokens {bench.greedy_words(g)}; logits differ by "
             f"{number(results['logits']['relative_difference'])}"
         )
         p = results["perplexity"]

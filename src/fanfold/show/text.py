@@ -23,6 +23,8 @@ def read_text(path: Path | None) -> str:
         return default_text()
     try:
         text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--text {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     if not text.strip():
@@ -75,7 +77,10 @@ def perplexity(model: Any, ids: Any) -> float:
             fresh = end - done
             loss = torch.nn.functional.cross_entropy(logits[-fresh:], part[0, -fresh:], reduction="sum")
             total, scored, done = total + float(loss), scored + fresh, end
-    return math.exp(total / scored)
+    try:
+        return math.exp(total / scored)
+    except OverflowError:
+        return math.inf
 
 
 def greedy(model: Any, ids: Any, n_tokens: int) -> list[int]:
