@@ -109,10 +109,10 @@ def test_exchanged_activation_attribute_and_patch(llama) -> None:
     mlp.act_fn = act
     old = mlp.down_proj.forward
     mlp.down_proj.forward = lambda x: 2 * old(x)
-    aside(row, mlp, "forward is patched")
+    aside(row, mlp, "is patched")
     del mlp.down_proj.forward
     nn.utils.parametrize.register_parametrization(mlp.gate_proj, "weight", nn.Identity())
-    aside(row, mlp, "exchanged")
+    aside(row, mlp, "has become a Parametrized")
 
 
 def test_a_changed_flag_is_noticed() -> None:

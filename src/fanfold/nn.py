@@ -42,6 +42,9 @@ class FeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(spec, Spec):
+            kind = type(spec).__name__
+            raise ValueError(f"spec is a {kind}, expected a Spec: Spec.parse('swiglu', d_model=…, d_ff=…)")
         dispatch.resolve(backend)
         if save != "all":
             raise ValueError(f"save={save!r} is not known; known: all")
@@ -86,7 +89,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.spec.d_model:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected (…, {self.spec.d_model})")
-        if not all(pristine(module) for module in self.children()):
+        if not all(type(module) is nn.Linear and pristine(module) for module in self.children()):
             return self._composed(x)
         backend = dispatch.resolve(self.backend)
         dropping = self.training and self.spec.dropout > 0

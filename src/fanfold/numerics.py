@@ -45,7 +45,8 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        return self.rms <= self.rms_allowed and self.worst_token <= self.worst_allowed
+        finite = np.isfinite(self.rms_allowed) and np.isfinite(self.worst_allowed)  # else the truth is no number
+        return bool(finite) and self.rms <= self.rms_allowed and self.worst_token <= self.worst_allowed
 
     def __bool__(self) -> bool:
         return self.ok
@@ -53,6 +54,8 @@ class Comparison:
     @property
     def ratio(self) -> float:
         """The larger of the two errors as a share of what is allowed: at most 1 when ok."""
+        if not (np.isfinite(self.rms_allowed) and np.isfinite(self.worst_allowed)):
+            return float("inf")
         pairs = ((self.rms, self.rms_allowed), (self.worst_token, self.worst_allowed))
         return max(0.0 if e == 0 else (e / a if a > 0 else float("inf")) for e, a in pairs)
 

@@ -94,7 +94,9 @@ def attempt(x: Tensor, weights: Weights) -> Tensor | str:
     isa_id, args = plan
     d = args[0]
     rows, stride, tokens = _rows(x, d)
-    y = torch.empty_like(x) if rows is x else torch.empty(x.shape, dtype=x.dtype)  # the former is quicker
+    y = (
+        torch.empty_like(x) if rows is x else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    )  # the former is quicker
     code = _DTYPES[x.dtype]
     bound = _cpu.bind_ffn(isa_id, code, code, *args)
     bound.run(torch.get_num_threads(), rows.data_ptr(), stride, y.data_ptr(), d, tokens)
@@ -155,7 +157,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise ValueError(f"the cpu backend cannot run this call: {plan}")
     n_out, n_in = weight.shape
     rows, stride, tokens = _rows(x, n_in)
-    y = torch.empty((*x.shape[:-1], n_out), dtype=x.dtype)
+    y = torch.empty((*x.shape[:-1], n_out), dtype=x.dtype, device=x.device)
     bound = _bind_linear(plan, _DTYPES[x.dtype], weight, bias)
     bound.run(torch.get_num_threads(), rows.data_ptr(), stride, y.data_ptr(), n_out, tokens)
     return y
@@ -207,6 +209,8 @@ def _plain(name: str, value: Any) -> str | None:
         return f"{name} is {value.dtype}, expected torch.float32 or torch.bfloat16"
     if value.layout is not torch.strided:
         return f"{name} has layout {value.layout}, expected torch.strided"
+    if value.numel() and value.data_ptr() == 0:
+        return f"{name} has no memory (its storage was freed, or it is a wrapper)"
     if value.is_neg():
         return f"{name} is a negative view (of a conjugate); resolve_neg() makes it plain"
     return None
@@ -227,6 +231,7 @@ def _readable(value: Any, dtype: torch.dtype) -> bool:
         and value.is_cpu
         and value.layout is torch.strided
         and not value.is_neg()
+        and (value.data_ptr() != 0 or value.numel() == 0)
     )
 
 
@@ -287,6 +292,15 @@ def _plan(x: Any, weights: Weights) -> str | tuple[int, tuple[Any, ...]]:
         reason = _unreadable(weights)
         if reason is not None:
             return reason
+    if (
+        up.shape != (f, d)
+        or down.shape != (d, f)
+        or (gate is None) == spec.gated
+        or (gate is not None and gate.shape != (f, d))
+        or any(b is not None and b.shape != (n,) for b, n in ((gate_bias, f), (up_bias, f), (down_bias, d)))
+    ):
+        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in weights.items())
+        return f"the weights do not have the shapes of their spec ({spec.describe()}): {shapes}"
     up_strides, down_strides = up.stride(), down.stride()
     up_row, up_col = _orientations(up_strides, f, d)
     if not (up_row or up_col):

@@ -68,12 +68,13 @@ def _auto_objection(x: Tensor, weights: Weights) -> str | None:
 def choose(x: Tensor, weights: Weights, backend: str = "auto") -> tuple[str, str]:
     """(name of the backend that runs this call, reason). Raises BackendError if the named one cannot."""
     backend = resolve(backend)
+    seen = torch_ops.transform_active()
     if backend != "auto":
-        reason = BACKENDS[backend].why_not(x, weights)
+        reason = (seen if backend == "cpu" else None) or BACKENDS[backend].why_not(x, weights)
         if reason is not None:
             raise BackendError(f"backend {backend!r} cannot run this call: {reason}")
         return backend, "named"
-    reason = cpu.why_not(x, weights) or _auto_objection(x, weights)
+    reason = seen or cpu.why_not(x, weights) or _auto_objection(x, weights)
     if reason is None:
         return "cpu", "first choice on a CPU"
     fallback = torch_ops.why_not(x, weights)
@@ -98,10 +99,23 @@ def run(x: Tensor, weights: Weights, backend: str) -> Tensor:
 def attempt(x: Tensor, weights: Weights) -> Tensor | str:
     """The cpu backend's result, or the reason why it cannot run this call."""
     global _last
-    y = cpu.attempt(x, weights)
+    y = torch_ops.transform_active() or cpu.attempt(x, weights)
     if not isinstance(y, str):
         _last = "cpu"
     return y
+
+
+def run_seen(x: Tensor, weights: Weights, backend: str) -> Tensor:
+    """`run` inside our own operator: PyTorch's transforms have already seen the call."""
+    if backend == "cpu" or (backend == "auto" and _auto_objection(x, weights) is None):
+        y = cpu.attempt(x, weights)
+        if not isinstance(y, str):
+            record("cpu")
+            return y
+        if backend == "cpu":
+            raise BackendError(f"backend 'cpu' cannot run this call: {y}")
+    record("torch")
+    return torch_ops.forward(x, weights)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

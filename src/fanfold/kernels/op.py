@@ -39,7 +39,7 @@ def _ffn(
 ) -> Tensor:
     weights = _weights(spec, [up, down, gate, up_bias, gate_bias, down_bias])
     with torch.no_grad():
-        y = dispatch.run(x, weights, backend)
+        y = dispatch.run_seen(x, weights, backend)
     return y.contiguous()
 
 
@@ -50,14 +50,15 @@ def _(x, up, down, gate, up_bias, gate_bias, down_bias, spec, backend):
 
 def _gradients(grad_y: Tensor, given: list[Tensor | None], spec: str, needed: list[bool]) -> list[Tensor | None]:
     """Gradients of the tensors marked in `needed`, by recomputing the forward in PyTorch's ops: x is all that the
-    cpu kernel's forward keeps."""
-    leaves = [t if t is None else t.detach().requires_grad_(n) for t, n in zip(given, needed)]
+    cpu kernel's forward keeps. Differentiable again where autograd asks for that (create_graph)."""
+    again = torch.is_grad_enabled()
+    leaves = given if again else [t if t is None else t.detach().requires_grad_(n) for t, n in zip(given, needed)]
     wanted = [t for t, n in zip(leaves, needed) if n and t is not None]
     with torch.enable_grad():
         x, *rest = leaves
         assert x is not None
         y = torch_ops.forward(x, _weights(spec, rest))
-    grads = iter(torch.autograd.grad(y, wanted, grad_y))
+    grads = iter(torch.autograd.grad(y, wanted, grad_y, create_graph=again))
     return [next(grads) if n else None for n in needed]
 
 
@@ -84,7 +85,15 @@ def ffn(x: Tensor, weights: Weights, backend: str = "auto") -> Tensor:
     Sums accumulate in float32; error <= 2 x torch eager in x's dtype. Differentiable.
     Raises BackendError, with the reason. Reference: Shazeer 2020, arXiv:2002.05202.
     """
-    if torch.compiler.is_compiling() or (dispatch.needs_grad(x, weights) and dispatch.resolve(backend) == "cpu"):
+    grads = dispatch.needs_grad(x, weights)
+    named = dispatch.resolve(backend)
+    if grads and named == "cpu" and x.dtype != weights.up.dtype:
+        raise dispatch.BackendError(
+            f"backend 'cpu' cannot run this call: gradients need x and weights of one dtype, got {x.dtype} and "
+            f"{weights.up.dtype}"
+        )
+    # As an operator the call can be seen by tracing and transforms, and has a derivative.
+    if torch.compiler.is_compiling() or (named == "cpu" and (grads or torch_ops.transform_active())):
         tensors = [getattr(weights, name) for name in _NAMES]
-        return torch.ops.fanfold.ffn(x, *tensors, weights.spec.to_json(), dispatch.resolve(backend))
+        return torch.ops.fanfold.ffn(x, *tensors, weights.spec.to_json(), named)
     return dispatch.run(x, weights, backend)

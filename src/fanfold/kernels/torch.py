@@ -5,10 +5,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import activations
 from ..spec import Spec
 from ..weights import Weights
+
+# aliases: each look-up through the torch module costs a cache miss in a decoding model
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+_is_tracing = torch._C._is_tracing
 
 
 def coefficients(spec: Spec, up: Tensor, gate: Tensor | None) -> Tensor:
@@ -39,6 +45,23 @@ def forward(x: Tensor, weights: Weights, training: bool = False) -> Tensor:
     if training and spec.dropout:
         m = F.dropout(m, spec.dropout, training=True)
     return F.linear(m, weights.down, weights.down_bias)
+
+
+def transform_active() -> str | None:
+    """What of PyTorch's is watching or rewriting operations, so that work behind its back would go unseen; or None.
+
+    A kernel called by address shows nothing to tracing, functorch (vmap, jvp, functionalize), dispatch modes or
+    forward-mode AD, which no_grad does not switch off.
+    """
+    if _dispatch_modes() > 0:
+        return "a torch dispatch mode is active"
+    if _functorch_stack() is not None:
+        return "a functorch transform is active"
+    if _is_tracing():
+        return "torch.jit is tracing"
+    if forward_ad._current_level >= 0:
+        return "forward-mode AD is active"
+    return None
 
 
 def autocast_on(x: Tensor) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import nn
 
-from .linears import matrix
+from .linears import matrix, quiet
 from .packing import put_back
 from .report import SwapRow
 from .states import LinearState, reset
@@ -71,11 +72,9 @@ def _measured(modules: list[Any]) -> Choice:
     else:
         assert isinstance(first, SwappedLinear)
         width, residual = matrix(first).shape[1], False
-    modes = {m: m.training for module in modules for m in module.modules()}
-    try:
+    with contextlib.ExitStack() as stack:
         for module in modules:
-            module.eval()
-            module._fanfold.choice = ALWAYS
+            stack.enter_context(quiet(module))
 
         def arguments(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return (x, x) if residual else (x,)
@@ -90,6 +89,3 @@ def _measured(modules: list[Any]) -> Choice:
         own = [lambda x, m=m: m._fanfold_original.forward(m, *arguments(x)) for m in modules]
         sides = [own, [as_chosen(m, ALWAYS) for m in modules], [as_chosen(m, NEVER) for m in modules]]
         return measure(sides, width, next(first.parameters()))  # type: ignore[attr-defined]
-    finally:
-        for m, mode in modes.items():
-            m.training = mode

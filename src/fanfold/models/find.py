@@ -71,6 +71,8 @@ def find(model: nn.Module, inputs: Any = None, progress: Progress | None = None)
     -> in tree order; "unidentified" ones included, with the reason. The model is not changed: experiments run on
     float32 copies of one FFN at a time. Raises FindError, listing what was looked at, if nothing has an FFN's shape.
     """
+    if not isinstance(model, nn.Module):
+        raise FindError(f"model is a {type(model).__name__}, expected a torch.nn.Module; ff.load reads files")
     sites, overlooked, looked = scan(model)
     pairs = [s.path for s in sites if s.kind == "pair"]
     calls: dict[str, Any] = {}

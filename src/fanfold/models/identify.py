@@ -9,6 +9,7 @@ T tokens, D d_model, F d_ff.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from .decide import Identity
 from .description import activation_params, candidates
-from .laboratory import MixesTokens, Unfit, free_copy, randomise
+from .laboratory import MixesTokens, Unfit, disturb, free_copy, randomise
 from .middle import middle
 from .structure import Site
 from .whole import whole
@@ -62,7 +63,12 @@ def _experiment(module: nn.Module, site: Site, call: tuple[tuple, dict[str, Any]
     generator = torch.Generator().manual_seed(0)
     for name in (*site.first, site.last):
         randomise(twin.get_submodule(name), generator)
+    disturbed = disturb(twin, [twin.get_submodule(n) for n in (*site.first, site.last)], generator)
     biases = {k: twin.get_submodule(n).bias is not None for k, n in (("first", site.first[0]), ("last", site.last))}
     options = candidates(site, biases, activation_params(twin))
     experiment = whole(twin, site, generator) if site.kind == "module" else middle(twin, site, generator, call)
-    return experiment(options)
+    identity = experiment(options)
+    if disturbed and identity.description is not None and identity.description.scale != 1.0:
+        reason = "the output is scaled by a parameter or buffer of the module: not supported"
+        return dataclasses.replace(identity, description=None, reason=reason)
+    return identity

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..numerics import UNIT_ROUNDOFF
 from .linears import is_half, matrix
 
-SCALES = (0.1, 1.0, 3.0, 10.0, 30.0)
+SCALES = (0.1, 1.0, 3.0, 10.0, 30.0, 1000.0)
 TOKENS = 48
 # A match is agreement to rounding in float32. The module may round more often than one fused formula does, and sums
 # over d_ff: 64 roundings. At pre-activation std 1 the nearest variants (gelu_erf, gelu_tanh) differ 50 times as much.
@@ -41,6 +41,23 @@ def randomise(linear: Any, generator: torch.Generator) -> None:
         weight.copy_(torch.randn(weight.shape, generator=generator) * std)
         if linear.bias is not None:
             linear.bias.copy_(torch.randn(linear.bias.shape, generator=generator) * 0.5)
+
+
+def disturb(twin: nn.Module, known: list[nn.Module], generator: torch.Generator) -> bool:
+    """Change every float parameter and buffer but the known linears' weights and biases, so that one at a neutral value
+    (an adapter's zeros, a scale of 1) shows that the code reads it. xIELU's own are part of its description.
+    -> whether there are any."""
+    any_changed = False
+    for m in twin.modules():
+        if all(hasattr(m, n) for n in ("alpha_p", "alpha_n", "beta", "eps")):
+            continue
+        for name, t in (*m._parameters.items(), *m._buffers.items()):
+            if t is None or not t.is_floating_point() or (m in known and name in ("weight", "bias")):
+                continue
+            noise = torch.randn(t.shape, generator=generator).abs().to(t)
+            t.data.copy_(t.data * (1.25 + 0.5 * noise) + 0.3 * (1.0 + noise))  # neither 0 nor 1 stays what it was
+            any_changed = True
+    return any_changed
 
 
 class Unfit(Exception):  # noqa: N818 - carries the reason why a module is no FFN we can describe

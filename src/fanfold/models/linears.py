@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,6 +48,8 @@ def pristine(module: nn.Module) -> bool:
         or "parametrizations" in module._modules
     ):
         return False
+    if module._parameters.get("weight") is None:  # pruning and weight norm compute it
+        return False
     if any(p is not None and type(p) is not nn.Parameter for p in module._parameters.values()):
         return False
     return type(module) is nn.Linear or is_linear(module)
@@ -62,3 +67,25 @@ def global_hooks() -> bool:
 
 def is_half(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextlib.contextmanager
+def quiet(module: nn.Module) -> Iterator[None]:
+    """Eval mode and no hooks, for runs on our own random inputs; everything is put back."""
+    tree = list(module.modules())
+    modes = [m.training for m in tree]
+    hooks = [[getattr(m, name) for name in _HOOKS] for m in tree]
+    try:
+        for m in tree:
+            m.training = False
+            for name in _HOOKS:
+                setattr(m, name, OrderedDict())
+        yield
+    finally:
+        for m, mode, kept in zip(tree, modes, hooks):
+            m.training = mode
+            for name, value in zip(_HOOKS, kept):
+                setattr(m, name, value)

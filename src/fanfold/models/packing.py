@@ -33,6 +33,7 @@ class Packer:
                 self._tied[id(parameter)] = (weakref.ref(parameter), packed)
             state.originals[name] = (parameter.dtype, parameter.requires_grad, parameter if self.keep else None)
             linear._parameters[name] = packed
+            state.packed[name] = (packed, packed._version)
 
 
 class Unpacker:
@@ -41,19 +42,24 @@ class Unpacker:
     def __init__(self) -> None:
         self._tied: dict[tuple[int, str], tuple[nn.Parameter, nn.Parameter]] = {}
 
-    def unpack(self, linear: nn.Module, state: LinearState) -> bool:
-        """-> whether the weights are now the rounded ones."""
-        lossy = False
+    def unpack(self, linear: nn.Module, state: LinearState) -> str:
+        """-> what is not as it was before the swap, or ""."""
+        note = ""
         for name, (dtype, requires_grad, kept) in state.originals.items():
             packed = linear._parameters[name]
             assert packed is not None
+            made, version = state.packed[name]
+            changed = packed is not made or (version is not None and packed._version != version)
             key = (id(packed), name)
             if key not in self._tied:
-                own = kept if kept is not None else nn.Parameter(packed.detach().to(dtype), requires_grad)
+                own = nn.Parameter(packed.detach().to(dtype), requires_grad) if kept is None or changed else kept
                 self._tied[key] = (packed, own)  # holding `packed` keeps its id from being used again
-            lossy |= kept is None and not _holds(packed.dtype, dtype)
+            if changed:
+                note = f"the weights were changed after the swap; they are those, as {state.format} held them"
+            elif kept is None and not (state.format and _holds(FORMATS[state.format], dtype)):
+                note = f"the weights are now the ones rounded to {state.format}"
             linear._parameters[name] = self._tied[key][1]
-        return lossy
+        return note
 
 
 def put_back(modules: list[nn.Module]) -> None:

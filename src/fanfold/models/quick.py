@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..kernels import cpu
+from ..kernels import torch as torch_ops
 
 
 def memory(t: Tensor) -> tuple[Any, ...]:
@@ -51,12 +52,20 @@ class Quick:
     limit     most tokens for which our kernels are by rule no slower than PyTorch's ops.
     """
 
-    __slots__ = ("bare", "call", "calls", "dtype", "hooks", "limit", "sizes", "watched", "width")
+    __slots__ = ("bare", "call", "calls", "dtype", "forward", "hooks", "kind", "limit", "sizes", "watched", "width")
 
     def __init__(
-        self, call: Any, x: Tensor, weight: Tensor, watched: list[_Watched], bare: list[nn.Module] | None = None
+        self,
+        call: Any,
+        x: Tensor,
+        weight: Tensor,
+        watched: list[_Watched],
+        bare: list[nn.Module] | None = None,
+        module: Any = None,
     ) -> None:
         self.call, self.dtype, self.width = call, x.dtype, x.shape[-1]
+        self.kind = getattr(type(module), "_fanfold_original", None)
+        self.forward = getattr(self.kind, "forward", None)
         self.limit, _ = cpu.torch_limit(x.dtype, weight)
         places = {id(place): place for place, _, value in watched if isinstance(value, (nn.Module, Tensor))}
         parameters = [value for _, _, value in watched if isinstance(value, Tensor)]
@@ -75,6 +84,8 @@ class Quick:
             and x.size(-1) == self.width
             and x.is_cpu
             and x.is_contiguous()
+            and torch_ops.transform_active() is None
+            and (x.data_ptr() != 0 or x.numel() == 0)
             and not _grad_enabled()
             and not _autocast_enabled("cpu")
         )
@@ -82,6 +93,6 @@ class Quick:
     def holds(self) -> bool:
         """Whether nothing has been put in since the thorough check."""
         # Every hook in the process, global ones included, takes its number from this counter.
-        if RemovableHandle.next_id != self.hooks:
+        if RemovableHandle.next_id != self.hooks or (self.kind is not None and self.kind.forward is not self.forward):
             return False
         return cpu.holds(self.sizes, self.watched, self.bare, self.calls)

@@ -70,9 +70,20 @@ class SwapReport:
         return {"n_swapped": self.n_swapped, "n_ffns": len(self.rows), "rows": [row.to_dict() for row in self.rows]}
 
     def __str__(self) -> str:
-        head = ("path", "ffn", "layout", "format", "backend", "status", "error/allowed", "reason")
+        head = [
+            "path",
+            "ffn",
+            "layout",
+            "format",
+            "backend",
+            "status",
+            "error/allowed",
+            "format error",
+            "calls",
+            "reason",
+        ]
         lines = [head] + [
-            (
+            [
                 row.path or "(root)",
                 row.spec.describe() if row.spec else "?",
                 row.layout.describe() if row.layout else "?",
@@ -80,9 +91,13 @@ class SwapReport:
                 row.backend or "-",
                 row.status,
                 "-" if row.ratio is None else f"{row.ratio:.2f}",
-                row.reason,
-            )
-            for row in self.rows
+                "-" if row.format_error is None else f"{row.format_error:.1e}",
+                str(row.calls) if row.calls or row.stepped_aside else "-",
+                "; ".join(
+                    [row.reason] * bool(row.reason) + [f"own code {n}x: {r}" for r, n in row.stepped_aside.items()]
+                ),
+            ]
+            for row, aside in ((row, row.stepped_aside.items()) for row in self.rows)
         ]
         widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
         text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines]

@@ -16,6 +16,7 @@ from ..spec import Spec
 from ..weights import Weights
 from .linears import global_hooks, matrix, pristine
 from .quick import Quick, memory, preparable
+from .snapshot import Snapshot
 from .timing import Choice
 
 # Reasons that are no surprise: counted, but no warning.
@@ -36,10 +37,14 @@ class LinearState:
         self.calls = 0
         self.aside: Counter[str] = Counter()
         # name -> (dtype, requires_grad, kept original or None), filled when packed
+        # the packed parameters as they were made, to see whether somebody has changed them since
+        self.packed: dict[str, tuple[nn.Parameter, int | None]] = {}
         self.originals: dict[str, tuple[torch.dtype, bool, nn.Parameter | None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "quick": None}  # it watches this module, not the copy
+        # `quick` watches this module, not the copy; a copy counts its versions anew
+        packed = {name: (p, None) for name, (p, _) in self.packed.items()}
+        return {**self.__dict__, "quick": None, "packed": packed}
 
     def ahead(self, x: Tensor, limit: int) -> bool:
         """Whether our kernels are the better choice for x, as measured; without a measurement up to `limit` tokens."""
@@ -82,20 +87,19 @@ class FFNState(LinearState):
         self.scale, self.residual, self.dropout = scale, residual, dropout
         # a bias of down that the module's code does not add
         self.idle_bias = module.get_submodule(roles["down"]).bias is not None and not spec.down_bias
-        self.children: dict[str, Any] = dict(module._modules)
-        self.types = {name: type(child) for name, child in self.children.items()}
-        self.attributes = _attributes(module)
+        self.linears: dict[str, Any] = {role: module.get_submodule(name) for role, name in roles.items()}
+        self.snapshot: Snapshot | None = None
         self._key: tuple[Any, ...] = ()
         self._weights: Weights | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_key": (), "_weights": None}  # views into this module's memory
 
-    def accept_changes(self, module: nn.Module) -> None:
-        """Take the children as they are now for known (after packing them)."""
-        self.types = {name: type(child) for name, child in module._modules.items()}
+    def look(self, module: nn.Module) -> None:
+        """Take the module as it is now for known."""
+        self.snapshot = Snapshot(module, list(self.linears.values()))
 
-    def objection(self, module: nn.Module, x: Any, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    def objection(self, module: nn.Module, x: Any, args: list, kwargs: dict[str, Any]) -> str | None:
         """Why this call must run the module's own code, or None."""
         if type(x) is not Tensor and type(x) is not nn.Parameter:
             return f"x is a {type(x).__name__}"
@@ -103,30 +107,23 @@ class FFNState(LinearState):
             return f"called with {len(args)} further arguments and {sorted(kwargs)}"
         if x.shape[-1] != self.spec.d_model:
             return f"x has shape {tuple(x.shape)}, expected (…, {self.spec.d_model})"
-        if module.training and self.dropout:
+        snapshot = self.snapshot
+        assert snapshot is not None
+        if self.dropout and snapshot.dropping():
             return TRAINING
         if torch_ops.autocast_on(x):
             return AUTOCAST
-        children = module._modules
-        if len(children) != len(self.children):
-            return "its children have changed"
-        for name, child in self.children.items():
-            if children.get(name) is not child or type(child) is not self.types[name]:
-                return f"{name} was exchanged (an adapter?)"
-            if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
-                return f"{name} has a hook"
-            if "forward" in child.__dict__:
-                return f"{name}.forward is patched"
-        own = module.__dict__
-        for name, value in self.attributes.items():
-            if own.get(name, self) is not value:
-                return f"attribute {name} has changed"
-        for name in self.roles.values():
-            if not pristine(children[name]):  # type: ignore[arg-type]
-                return f"{name} holds a foreign tensor type or a parametrization"
-        return "hooks on every module are registered" if global_hooks() else None
+        change = snapshot.change()
+        if change is not None:
+            return change
+        for role, linear in self.linears.items():
+            if not pristine(linear):
+                return f"{role} holds a foreign tensor type, or its weight is computed (pruning, parametrization)"
+        if global_hooks():
+            return "hooks on every module are registered"
+        return None if torch.compiler.is_compiling() else torch_ops.transform_active()
 
-    def finish(self, y: Tensor, args: tuple) -> Tensor:
+    def finish(self, y: Tensor, args: list) -> Tensor:
         """What the module does to the FFN's output: a constant factor, a residual added."""
         if self.scale != 1.0:
             y = y * self.scale
@@ -134,17 +131,18 @@ class FFNState(LinearState):
 
     def prepare(self, module: nn.Module, x: Tensor, weights: Weights) -> None:
         """Bind the kernel for further calls like this one, which has passed every check."""
-        if self._copies_biases or not preparable(x):
+        # Tensors that the code reads beside the weights (xIELU's alphas) need the thorough look every time.
+        if self._copies_biases or not preparable(x) or self.snapshot is None or self.snapshot.constants:
             return
         call = cpu.prepare(x, weights)
         if call is None:
             return
-        watched = [(module._modules, name, child) for name, child in self.children.items()]
-        watched += [(module.__dict__, name, value) for name, value in self.attributes.items()]
-        for name in self.roles.values():
-            places = self.children[name]._parameters
-            watched += [(places, key, p) for key, p in places.items()]
-        self.quick = Quick(call, x, weights.up, watched, list(self.children.values()))
+        assert self.snapshot is not None
+        watched = self.snapshot.watched(self.dropout)
+        for linear in self.linears.values():
+            watched += [(linear._parameters, key, p) for key, p in linear._parameters.items()]
+        below = [m for name, m, *_ in self.snapshot.nodes if name]
+        self.quick = Quick(call, x, weights.up, watched, below, module)
 
     def weights(self, module: nn.Module) -> Weights | str:
         """The linears' parameters as Weights: views in place, made anew only if a parameter moved. If they no longer
@@ -155,10 +153,10 @@ class FFNState(LinearState):
             return f"its weights have changed: {error}"
 
     def _current(self, module: nn.Module) -> Weights:
-        linears = {role: module._modules[name] for role, name in self.roles.items()}
+        linears = self.linears
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._build(linears)  # views made without grad would cut the parameters off from autograd
-        parameters = [p for linear in linears.values() for p in linear._parameters.values()]  # type: ignore[union-attr]
+        parameters = [p for linear in linears.values() for p in linear._parameters.values()]
         key = tuple((id(p), *memory(p)) for p in parameters if p is not None)
         if key != self._key or self._weights is None:
             weights = self._build(linears)
@@ -191,14 +189,9 @@ class FFNState(LinearState):
         return Weights(self.spec, **arrays)  # checked: a bias that came or went, or a pruned matrix, raises
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The instance's own public attributes (functions, flags, widths): if one is exchanged, the code may mean something
-    else."""
-    return {k: v for k, v in module.__dict__.items() if not k.startswith("_") and k != "training"}
-
-
 def reset(states: list[LinearState]) -> None:
     """Forget the calls made while swapping."""
     for state in states:
         state.calls = 0
         state.aside.clear()
+        state.quick = None  # prepared while hooks were set aside

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ def swap(
     adapter or hook is found, a swapped FFN runs its own code; `rows[i].stepped_aside` counts that.
     Raises FindError if there is no FFN, ValueError on an unknown format or a model already swapped.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
     if format not in SWAP_FORMATS:
         known = ", ".join(str(f) for f in SWAP_FORMATS)
         raise ValueError(f"format={format!r} is not known; known: {known}")
@@ -57,13 +60,17 @@ def swap(
         # identification is the first half of the work
         found = find(model, inputs=inputs, progress=progress and (lambda done, total: progress(done, 2 * total)))
     packer = Packer(format, keep_originals)
-    rows = []
-    for i, item in enumerate(found):
-        rows.append(_swap_one(model, item, packer, backend, verify))
-        if progress is not None:
-            progress(len(found) + i + 1, 2 * len(found))
-    if format is None and dispatch.resolve(backend) == "auto":
-        choose_by_measurement(model, rows)
+    rows: list[SwapRow] = []
+    try:
+        for i, item in enumerate(found):
+            rows.append(_swap_one(model, item, packer, backend, verify))
+            if progress is not None:
+                progress(len(found) + i + 1, 2 * len(found))
+        if format is None and dispatch.resolve(backend) == "auto":
+            choose_by_measurement(model, rows)
+    except BaseException:  # a model half swapped is nobody's wish; Ctrl-C included
+        put_back([m for m in model.modules() if is_swapped(m)])
+        raise
     return SwapReport(rows=rows)
 
 
@@ -77,9 +84,11 @@ def unswap(model: nn.Module) -> list[str]:
     unpacker = Unpacker()
     for path, module in model.named_modules():
         if is_swapped(module):
-            state = uninstall(module)
-            if unpacker.unpack(module, state):
-                notes.append(f"{path}: the weights are now the ones rounded to {state.format}")
+            note = unpacker.unpack(module, uninstall(module))
+            if note:
+                notes.append(f"{path}: {note}")
+    if notes:
+        warnings.warn(f"fanfold: {notes[0]}" + (f" (and {len(notes) - 1} more)" if notes[1:] else ""), stacklevel=2)
     return notes
 
 
@@ -105,7 +114,11 @@ def _swap_one(model: nn.Module, found: Found, packer: Packer, backend: str, veri
     if reason is not None:
         row.reason = reason
         return row
-    truth = Truth(module, linears, found) if verify else None
+    try:
+        truth = Truth(module, linears, found) if verify else None
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        row.reason = f"its own code fails on 1 or 40 tokens: {type(error).__name__}: {error}"
+        return row
     installed = _install(module, linears, found, packer, backend)
     row.states = [m._fanfold for m in installed]  # type: ignore[attr-defined]
     row.status, row.backend = "swapped", "cpu" if backend == "auto" else backend
@@ -160,5 +173,6 @@ def _install(
             backend=backend,
         )
         install(module, SwappedFFN, ffn_state)
+        ffn_state.look(module)
         installed.append(module)
     return installed

@@ -30,25 +30,28 @@ class Swapped:
 class SwappedFFN(Swapped):
     """forward of a module that is an FFN, through our kernels."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not args:  # called by keyword: the module's own signature knows which
+            return super().forward(**kwargs)  # type: ignore[misc]
+        x, *rest = args
         state: FFNState = self._fanfold  # type: ignore[assignment]
         compiling = torch.compiler.is_compiling()
         quick = state.quick
-        if quick is not None and not compiling and len(args) == state.residual and not kwargs and quick.fits(x):
+        if quick is not None and not compiling and len(rest) == state.residual and not kwargs and quick.fits(x):
             if quick.holds() and not (state.dropout and self.training):  # type: ignore[attr-defined]
                 if state.ahead(x, quick.limit):
                     state.calls += 1
                     dispatch.record("cpu")
-                    return state.finish(quick.call(x), args)
+                    return state.finish(quick.call(x), rest)
                 state.aside[FASTER] += 1
-                return super().forward(x, *args)  # type: ignore[misc]
+                return super().forward(*args)  # type: ignore[misc]
             state.quick = None
-        outcome: Tensor | str = state.objection(self, x, args, kwargs) or self._compute(x)  # type: ignore[arg-type]
+        outcome: Tensor | str = state.objection(self, x, rest, kwargs) or self._compute(x)  # type: ignore[arg-type]
         if isinstance(outcome, Tensor):
-            return state.finish(outcome, args)
+            return state.finish(outcome, rest)
         if not compiling:
             state.step_aside(outcome)
-        return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def _compute(self, x: Tensor) -> Tensor | str:
         """The FFN's output, or the reason why the module's own code must run."""
@@ -74,7 +77,8 @@ class SwappedFFN(Swapped):
 class SwappedLinear(Swapped):
     """forward of one linear through our kernels: for FFNs whose parts a layer's code connects, and for packed ones."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        (x,) = args or kwargs.values()  # nn.Linear calls it `input`, Conv1D `x`
         state = self._fanfold
         quick = state.quick
         if quick is not None and not torch.compiler.is_compiling() and quick.fits(x):
@@ -113,6 +117,14 @@ class SwappedLinear(Swapped):
     def _objection(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
         if torch.compiler.is_compiling():
             return "torch.compile"
+        parameters = self._parameters  # type: ignore[attr-defined]
+        if parameters.get("weight") is None or any(
+            type(p) not in (nn.Parameter, type(None)) for p in parameters.values()
+        ):
+            return "its weight is computed (pruning, parametrization) or of a foreign type"
+        seen = torch_ops.transform_active()
+        if seen is not None:
+            return seen
         if torch_ops.autocast_on(x):
             return AUTOCAST
         tensors = (x, weight) if bias is None else (x, weight, bias)

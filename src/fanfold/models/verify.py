@@ -12,12 +12,14 @@ from ..kernels import torch as torch_ops
 from ..layout import Layout
 from ..weights import Weights, to_float64
 from .find import Found
-from .linears import matrix
+from .linears import matrix, quiet
 from .report import SwapRow
 from .states import FFNState
 from .timing import ALWAYS
 
 _TOKENS = (1, 40)  # decode and prefill take different paths through the kernels
+_SCALES = (1.0, 30.0)
+_OWN = 64.0  # roundings by which the module's own output may differ from float64, as in identification
 
 
 class Truth:
@@ -28,7 +30,8 @@ class Truth:
         down = matrix(linears["down"])
         generator = torch.Generator().manual_seed(1)
         d = down.shape[0]
-        self.xs = [torch.randn(1, t, d, generator=generator).to(down.device, down.dtype) for t in _TOKENS]
+        shapes = [(t, s) for s in _SCALES for t in _TOKENS]
+        self.xs = [(torch.randn(1, t, d, generator=generator) * s).to(down.device, down.dtype) for t, s in shapes]
         self.original = [self._run(module, linears, x) for x in self.xs]
         self.weights = self._weights(linears)
 
@@ -44,13 +47,8 @@ class Truth:
         """The FFN's output in the model's own way: the module itself, or for a pair its linears in turn."""
         with torch.no_grad():
             if self.found.kind == "module":
-                modes = {m: m.training for m in module.modules()}
-                module.eval()
-                try:
-                    return module(x, torch.zeros_like(x)) if self.found.residual else module(x)
-                finally:
-                    for m, mode in modes.items():
-                        m.training = mode
+                with quiet(module):
+                    return type(module).forward(module, *((x, torch.zeros_like(x)) if self.found.residual else (x,)))
             assert self.found.spec is not None
             assert self.found.layout is not None
             if "gate_up" in linears:
@@ -62,6 +60,13 @@ class Truth:
 
     def judge(self, row: SwapRow, module: nn.Module, linears: dict[str, nn.Module], format: str | None) -> None:
         """Fill in the row's errors; set it to "left" if the rule is broken."""
+        try:
+            self._judge(row, module, linears, format)
+        finally:
+            for state in row.states:
+                state.choice = None
+
+    def _judge(self, row: SwapRow, module: nn.Module, linears: dict[str, nn.Module], format: str | None) -> None:
         packed = self._weights(linears)
         same = format is None
         worst: numerics.Comparison | None = None
@@ -73,16 +78,22 @@ class Truth:
             y = self._run(module, linears, x)
             ran.append(dispatch.last_backend() or "torch" if row.calls > calls else "torch")
             truth = reference.forward(x, packed) * self.found.scale
+            if not np.isfinite(truth).all():
+                row.status, row.reason = "left", "its weights are not finite: there is nothing to verify against"
+                return
+            exact = truth if same else reference.forward(x, self.weights) * self.found.scale
+            own = numerics.relative_error(original, exact)
+            if own > _OWN * numerics.UNIT_ROUNDOFF[numerics.dtype_name(x)]:
+                row.status = "left"
+                row.reason = f"its own output is not what the description says: relative error {own:.1e}"
+                return
             torch_y = original if same else self._torch(x, packed)
             result = numerics.compare(y, truth, torch_y, dtype=x.dtype)
             if worst is None or result.ratio > worst.ratio:
                 worst = result
                 row.error_torch = numerics.relative_error(torch_y, truth)
             if not same:
-                exact = reference.forward(x, self.weights) * self.found.scale
                 row.format_error = max(row.format_error or 0.0, numerics.relative_error(truth, exact))
-        for state in row.states:
-            state.choice = None
         assert worst is not None
         row.error, row.ratio = worst.rms, worst.ratio
         row.backend = ran[0] if len(set(ran)) == 1 else f"{ran[0]} (few tokens), {ran[1]} (many)"

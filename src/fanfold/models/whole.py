@@ -16,6 +16,7 @@ from .laboratory import (
     ALLOWED,
     SCALES,
     TOKENS,
+    MixesTokens,
     Unfit,
     check_token_wise,
     double,
@@ -63,12 +64,15 @@ def whole(twin: nn.Module, site: Site, generator: torch.Generator) -> Callable[[
 
     def experiment(options: list[Description]) -> Identity:
         xs = [torch.randn(1, TOKENS, site.d_model, generator=generator).to(device, dtype) * s for s in SCALES]
+        xs[1][:, -1], xs[1][:, -2, 0] = 0.0, 0.0  # a token of zeros and one with a zero: some code masks by them
         rs = [torch.randn(x.shape, generator=generator).to(x) if n_args == 2 else None for x in xs]
         if n_args == 2:
             options = [dataclasses.replace(d, residual=flag) for d in options for flag in (True, False)]
         with torch.no_grad():
             ys = [run(x.clone(), r) for x, r in zip(xs, rs)]
             check_token_wise(ys[1], run(first_changed(xs[1]), rs[1]))
+            _check_shapes(run, xs[1], rs[1], ys[1])
+            _check_effects(twin, run, xs[1], rs[1])
             pres = [pre(x) for x in xs]
             # A look at few outputs and two scales first: the full comparison is only for the nearest.
             rows = torch.randperm(site.d_model, generator=generator)[:32].to(device)
@@ -96,6 +100,39 @@ def whole(twin: nn.Module, site: Site, generator: torch.Generator) -> Callable[[
         return dataclasses.replace(decide(near, errors, gradient_error, len(options)), dropout=dropout)
 
     return experiment
+
+
+def _check_shapes(run: Callable[..., Tensor], x: Tensor, r: Tensor | None, y: Tensor) -> None:
+    """The same tokens as one token, two sequences, plain rows and a long sequence: each token's output must stay."""
+    for change in (
+        lambda t: t.view(2, -1, t.shape[-1]),
+        lambda t: t[0],
+        lambda t: t[:, :1],
+        lambda t: t.repeat(1, 13, 1),
+    ):
+        try:
+            got = run(change(x).clone(), None if r is None else change(r))
+        except Unfit:
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            continue  # a rank that this code does not take
+        if relative(got, change(y).double()) > ALLOWED:
+            raise MixesTokens("the output of a token depends on the shape of x or on other sequences")
+
+
+def _check_effects(twin: nn.Module, run: Callable[..., Tensor], x: Tensor, r: Tensor | None) -> None:
+    """The call must leave x and the module's buffers as they were, and pass NaN on."""
+    before = [b.clone() for b in twin.buffers()]
+    given = x.clone()
+    run(given, r)
+    if not torch.equal(given, x):
+        raise Unfit("forward changes its input in place")
+    if any(not torch.equal(a, b) for a, b in zip(before, twin.buffers())):
+        raise Unfit("forward changes a buffer: it counts its calls or keeps statistics")
+    given[:, 0, 0] = float("nan")
+    y = run(given, r)
+    if not (y[:, 0].isnan().all() and y[:, 1:].isfinite().all()):
+        raise Unfit("forward does not pass NaN on as an FFN does")
 
 
 def _rescued(

@@ -1,0 +1,81 @@
+"""What a module tree looked like when it was identified, and whether it still does.
+
+The kernels replace the *code* of a module; the code may read anything that hangs on it: its attributes and those of its
+children (a slope, a flag, an activation function), parameters beside the linears', the training flag of a dropout. If
+any of that changes, the module's own code has to run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+_SCALARS = (int, float, str, bool)
+# Torch's own entries in a module's __dict__, and what says nothing about its function.
+_INTERNAL = {*nn.Module().__dict__, "training", "_fanfold", "_compiled_call_impl", "_is_hf_initialized"}
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """The instance's own entries, private ones too: functions, flags, widths."""
+    return {k: v for k, v in module.__dict__.items() if k not in _INTERNAL}
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and type(a) in _SCALARS and a == b)
+
+
+class Snapshot:
+    """The tree below `root`: modules, classes, attributes, and tensors other than those of the linears `known`."""
+
+    def __init__(self, root: nn.Module, known: list[nn.Module]) -> None:
+        self.nodes = [(name, m, type(m), dict(m._modules), attributes(m)) for name, m in root.named_modules()]
+        others = [m for _, m, *_ in self.nodes if m not in known]
+        tensors = [t for m in others for t in (*m._parameters.items(), *m._buffers.items())]
+        self.constants = [(name, t, t._version) for name, t in tensors if t is not None]
+        self.forwards: list[Any] | None = self._forwards()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "forwards": None}  # functions of classes; taken anew in the copy
+
+    def _forwards(self) -> list[Any]:
+        return [getattr(kind, "_fanfold_original", kind).forward for _, _, kind, *_ in self.nodes]
+
+    def change(self) -> str | None:
+        """What is no longer as it was, or None."""
+        if self.forwards is None:
+            self.forwards = self._forwards()
+        for (name, m, kind, children, own), forward in zip(self.nodes, self.forwards):
+            if type(m) is not kind:
+                return f"{name or 'the module'} has become a {type(m).__name__}"
+            if len(m._modules) != len(children):
+                return f"the children of {name or 'the module'} have changed"
+            for child, value in children.items():
+                if m._modules.get(child) is not value:
+                    return f"{child} was exchanged (an adapter?)"
+            if name and (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks):
+                return f"{name} has a hook"
+            if getattr(kind, "_fanfold_original", kind).forward is not forward or "forward" in m.__dict__:
+                return f"the forward of {name or 'the module'} is patched"
+            now = attributes(m)
+            if now.keys() != own.keys() or not all(_same(now[k], v) for k, v in own.items()):
+                changed = next(k for k in {**now, **own} if k not in now or k not in own or not _same(now[k], own[k]))
+                return f"attribute {changed} of {name or 'the module'} has changed"
+        for name, tensor, version in self.constants:
+            if tensor._version != version:
+                return f"{name}, which its code reads, has changed"
+        return None
+
+    def dropping(self) -> bool:
+        """Whether any module of the tree is in training mode."""
+        return any(m.training for _, m, *_ in self.nodes)
+
+    def watched(self, dropout: bool) -> list[tuple[dict[str, Any], str, Any]]:
+        """The same as (dict, key, value) for `Quick`; with dropout also that the modules below stay in eval mode."""
+        out: list[tuple[dict[str, Any], str, Any]] = []
+        for name, m, _, children, _ in self.nodes:
+            out += [(m._modules, child, value) for child, value in children.items()]
+            out += [(m.__dict__, key, value) for key, value in attributes(m).items()]
+            if dropout and name:
+                out.append((m.__dict__, "training", False))
+        return out
