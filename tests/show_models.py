@@ -71,3 +71,13 @@ def resnet(folder: Path) -> Path:
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=3)
     transformers.ResNetForImageClassification(config).save_pretrained(folder)
     return folder
+
+
+def t5(folder: Path) -> Path:
+    """An encoder and a decoder of three layers each; the first ones also hold the position biases."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        d_model=32, d_ff=64, d_kv=8, num_heads=4, num_layers=3, vocab_size=60, decoder_start_token_id=0
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
+    return folder

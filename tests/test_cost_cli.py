@@ -142,7 +142,46 @@ def test_size_measured(monkeypatch):
     assert "64 tokens, ms" in out
 
 
+@pytest.mark.parametrize(("name", "d_ff"), [("smollm2", 1536), ("minilm", 1536)])
+def test_packaged_models_by_their_names(name, d_ff):
+    assert document("size", "--explain", name)["d_ff"] == d_ff
+    assert document("cost", name)["spec"]["d_ff"] == d_ff
+
+
+def test_size_explain_of_a_folder(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, '
+        '"num_attention_heads": 4, "vocab_size": 100}'
+    )
+    assert document("size", "--explain", tmp_path)["d_ff"] == 172
+    assert document("size", "--explain", tmp_path / "config.json")["d_ff"] == 172
+
+
+@pytest.mark.parametrize("args", [("size", "--explain", "a/model.gguf"), ("cost", "a/model.gguf")])
+def test_gguf_is_no_config(args):
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert "'a/model.gguf' is a GGUF file: expected a model of the table, a config.json or" in result.stderr
+
+
 # --- cost ---
+
+
+def test_cost_bits_are_those_of_this_ffn():
+    """A row scale of 4 bytes and a row's last, part-filled group count; nothing is taken from the format alone."""
+    found = document("cost", "100x50")
+    out = text("cost", "100x50")
+    for name in ("int8", "int4_g128", "q4_0"):
+        bits = 8 * found["ffn_weight_bytes_by_format"][name] / found["ffn"]["params"]
+        assert re.search(rf"{name}\s+{bits:.5g}\s", out), name
+    assert re.search(r"int4_g128\s+7\.2533", out)  # rows of 100 and 50 fill a group of 128; the format alone says 4.25
+
+
+def test_cost_says_when_weights_do_not_fit():
+    alone = text("cost", "llama-3-70b", "--hardware", "h200")
+    assert "note: does not fit: 141.1 GB of weights on a 141 GB device" in alone
+    assert "does not fit" not in text("cost", "llama-3-70b", "--hardware", "h200", "--tp", 2)
+    assert "does not fit" not in text("cost", "llama-3-70b")
 
 
 def test_cost_table():

@@ -394,6 +394,15 @@ def test_inspect(tiny):
     assert "gated silu 32->88" in text
     assert "layers 0–1" in text
     assert "identified by experiment" in text
+    assert re.search(r"FLOPs per token each\s+16,896\b", text)  # 6 * 32 * 88, not rounded
+    assert re.search(r"bytes, all 2, bf16  ", text)
+    assert re.search(r"bytes, all 2, int8 \(cost only\)  ", text)
+
+
+def test_inspect_names_the_stack_where_there_are_two(tmp_path):
+    out = invoke("inspect", show_models.t5(tmp_path)).stdout
+    assert "encoder layers 1–2" in out
+    assert "decoder layers 1–2" in out
 
 
 def test_swap(tiny):

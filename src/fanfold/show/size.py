@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..count import config, explain, models
+from ..count import explain, models
 from ..count.candidates import Candidate, Sizing
+from ..count.cost import resolve
 from ..count.explain import Explanation
 from ..spec import Spec
+from .models import TABLED
 from .output import number, table
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
@@ -37,10 +39,8 @@ def budget(text: str | None) -> Spec | None:
 
 
 def explained(name: str, constraints: Any) -> Explanation:
-    """The explanation of a model of the table, or of a config.json. Raises ValueError."""
-    if name.endswith(".json") or "/" in name:
-        return explain.explain_model(config.read(name), constraints)
-    return explain.explain(name, constraints)
+    """The explanation of a model of the table, of a config.json, or of a folder with one. Raises ValueError."""
+    return explain.explain_model(resolve(TABLED.get(name, name)), constraints)  # type: ignore[arg-type]
 
 
 def show_explanation(found: Explanation) -> None:
