@@ -15,7 +15,7 @@ from .states import LinearState, reset
 from .swapped import SwappedFFN, SwappedLinear
 from .timing import ALWAYS, NEVER, Choice, measure, worth_measuring
 
-_LEAST_GAIN = 1.01  # below it the swap is not worth its keep (and within the noise of the timing)
+_LEAST_GAIN = 1.03  # below it the swap is not worth its keep, and within the noise of the timing
 
 
 def choose_by_measurement(model: nn.Module, rows: list[SwapRow]) -> None:
