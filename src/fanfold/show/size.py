@@ -78,7 +78,8 @@ def _table(found: Sizing) -> None:
     timed = [k for k in found.candidates[0].measured if k.startswith("seconds_at")]
     heads = ["d_ff, channels", "factors", "off budget, %", "parameters", "score, points"]
     heads += ["utilisation, %"] if utilisation else []
-    heads += [f"{k.removeprefix('seconds_at_').removesuffix('_tokens_s')} tokens, ms" for k in timed]
+    counts = [k.removeprefix("seconds_at_").removesuffix("_tokens_s") for k in timed]
+    heads += [f"{n} token{'s' * (n != '1')}, ms" for n in counts]
     heads += ["speed, % of best"] if timed else []
     rows = []
     for x in found.candidates:
