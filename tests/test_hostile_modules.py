@@ -440,3 +440,40 @@ def test_the_printed_report_tells_of_own_code() -> None:
     for _ in range(2):
         module(torch.randn(1, 3, 24))
     assert "own code 2x: gradients are needed" in str(report)
+
+
+def test_a_named_format_that_is_not_kept_gives_the_very_weights_back(monkeypatch) -> None:
+    """Left by the verification, or rolled back: rounding must not stay behind without a word."""
+    from fanfold.kernels import cpu
+    from fanfold.models import swap as swap_module
+
+    module = M().eval()
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    real = cpu.attempt
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "attempt", lambda x, w: torch.zeros_like(real(x, w)))
+        patch.setattr(cpu, "prepare", lambda x, w: None)
+        report = ff.swap(module, format="bf16")
+    assert "verification failed" in report.rows[0].reason
+    assert all(v.dtype == torch.float32 and torch.equal(v, before[k]) for k, v in module.state_dict().items())
+    assert module.up.weight.requires_grad
+    with torch.no_grad():
+        module.up.weight[0, 0] = torch.nan
+    ff.swap(module, format="bf16")
+    assert torch.equal(module.down.weight, before["down.weight"])
+
+    model = nn.ModuleDict({"a": M(), "b": M()}).eval()
+    install, count = swap_module._install, []
+
+    def fail_at_the_second(*args):
+        count.append(1)
+        if len(count) == 2:
+            raise KeyboardInterrupt
+        return install(*args)
+
+    monkeypatch.setattr(swap_module, "_install", fail_at_the_second)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        pytest.warns(UserWarning, match="a.up: the weights are now the ones rounded"),
+    ):
+        ff.swap(model, format="bf16")

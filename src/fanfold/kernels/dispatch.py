@@ -85,23 +85,21 @@ def choose(x: Tensor, weights: Weights, backend: str = "auto") -> tuple[str, str
 
 def run(x: Tensor, weights: Weights, backend: str) -> Tensor:
     """Choose a backend, record it, compute. No autograd through the cpu backend: that is `op.ffn`'s part."""
-    global _last
     backend = resolve(backend)
     if backend == "cpu" or (backend == "auto" and _auto_objection(x, weights) is None):
         y = attempt(x, weights)
         if not isinstance(y, str):
             return y
     name, _ = choose(x, weights, backend)
-    _last = name
+    record(name)
     return BACKENDS[name].forward(x, weights)
 
 
 def attempt(x: Tensor, weights: Weights) -> Tensor | str:
     """The cpu backend's result, or the reason why it cannot run this call."""
-    global _last
     y = torch_ops.transform_active() or cpu.attempt(x, weights)
     if not isinstance(y, str):
-        _last = "cpu"
+        record("cpu")
     return y
 
 
@@ -120,13 +118,12 @@ def run_seen(x: Tensor, weights: Weights, backend: str) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias on the cpu backend, which the caller has found able to run it."""
-    global _last
-    _last = "cpu"
+    record("cpu")
     return cpu.linear(x, weight, bias)
 
 
 def record(name: str) -> None:
-    """Say that a call ran on backend `name`, where a caller has gone to it directly."""
+    """Say that a call ran on backend `name`."""
     global _last
     _last = name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 
 import torch
@@ -13,7 +14,10 @@ from .swapped import uninstall
 
 
 class Packer:
-    """Converts linears to the format; parameters that were tied stay tied."""
+    """Converts linears to the format; parameters that were tied stay tied.
+
+    keep  hold the originals for good; else until `release`, so that an FFN that fails its verification gets them back.
+    """
 
     def __init__(self, format: str | None, keep: bool) -> None:
         self.format, self.keep = format, keep
@@ -31,9 +35,16 @@ class Packer:
             if original is None or original() is not parameter or packed is None:
                 packed = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
                 self._tied[id(parameter)] = (weakref.ref(parameter), packed)
-            state.originals[name] = (parameter.dtype, parameter.requires_grad, parameter if self.keep else None)
+            state.originals[name] = (parameter.dtype, parameter.requires_grad, parameter)
             linear._parameters[name] = packed
             state.packed[name] = (packed, packed._version)
+
+    def release(self, states: list[LinearState]) -> None:
+        """Free the originals of FFNs that stay swapped, unless they are to be kept."""
+        if self.keep:
+            return
+        for state in states:
+            state.originals = {name: (dtype, grad, None) for name, (dtype, grad, _) in state.originals.items()}
 
 
 class Unpacker:
@@ -48,7 +59,7 @@ class Unpacker:
         for name, (dtype, requires_grad, kept) in state.originals.items():
             packed = linear._parameters[name]
             assert packed is not None
-            made, version = state.packed[name]
+            made, version = state.packed.get(name, (packed, None))
             changed = packed is not made or (version is not None and packed._version != version)
             key = (id(packed), name)
             if key not in self._tied:
@@ -62,11 +73,18 @@ class Unpacker:
         return note
 
 
-def put_back(modules: list[nn.Module]) -> None:
-    """Undo the swap of these modules."""
+def put_back(modules: dict[str, nn.Module]) -> list[str]:
+    """Undo the swap of the modules, {path: module}. -> a note per module whose weights are not as they were, also given
+    as a warning."""
+    notes = []
     unpacker = Unpacker()
-    for module in modules:
-        unpacker.unpack(module, uninstall(module))
+    for path, module in modules.items():
+        note = unpacker.unpack(module, uninstall(module))
+        if note:
+            notes.append(f"{path}: {note}")
+    if notes:
+        warnings.warn(f"fanfold: {notes[0]}" + (f" (and {len(notes) - 1} more)" if notes[1:] else ""), stacklevel=3)
+    return notes
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:

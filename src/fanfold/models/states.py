@@ -36,9 +36,9 @@ class LinearState:
         self.choice: Choice | None = None  # by measurement; None: the static rule of the cpu backend
         self.calls = 0
         self.aside: Counter[str] = Counter()
-        # name -> (dtype, requires_grad, kept original or None), filled when packed
         # the packed parameters as they were made, to see whether somebody has changed them since
         self.packed: dict[str, tuple[nn.Parameter, int | None]] = {}
+        # name -> (dtype, requires_grad, kept original or None), filled when packed
         self.originals: dict[str, tuple[torch.dtype, bool, nn.Parameter | None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ from ..spec import Spec
 from .choose import choose_by_measurement
 from .find import Found, Progress, find
 from .linears import matrix
-from .packing import Packer, Unpacker, put_back
+from .packing import Packer, put_back
 from .report import SwapReport, SwapRow
 from .states import FFNState, LinearState, reset
-from .swapped import SwappedFFN, SwappedLinear, install, is_swapped, uninstall
+from .swapped import SwappedFFN, SwappedLinear, install, is_swapped
 from .verify import Truth
 
 SWAP_FORMATS = (None, "fp32", "bf16")
@@ -53,7 +52,7 @@ def swap(
         known = ", ".join(str(f) for f in SWAP_FORMATS)
         raise ValueError(f"format={format!r} is not known; known: {known}")
     dispatch.resolve(backend)
-    already = [path for path, module in model.named_modules() if is_swapped(module)]
+    already = list(_swapped(model))
     if already:
         raise ValueError(f"{already[0] or 'the model'} is already swapped: call unswap(model) first")
     if found is None:
@@ -69,7 +68,7 @@ def swap(
         if format is None and dispatch.resolve(backend) == "auto":
             choose_by_measurement(model, rows)
     except BaseException:  # a model half swapped is nobody's wish; Ctrl-C included
-        put_back([m for m in model.modules() if is_swapped(m)])
+        put_back(_swapped(model))
         raise
     return SwapReport(rows=rows)
 
@@ -80,16 +79,11 @@ def unswap(model: nn.Module) -> list[str]:
     With format=None nothing was touched, so everything is as before. Packed weights return to their own dtype:
     exact where the format holds it, else they are now the rounded ones (unless keep_originals was given).
     """
-    notes = []
-    unpacker = Unpacker()
-    for path, module in model.named_modules():
-        if is_swapped(module):
-            note = unpacker.unpack(module, uninstall(module))
-            if note:
-                notes.append(f"{path}: {note}")
-    if notes:
-        warnings.warn(f"fanfold: {notes[0]}" + (f" (and {len(notes) - 1} more)" if notes[1:] else ""), stacklevel=2)
-    return notes
+    return put_back(_swapped(model))
+
+
+def _swapped(model: nn.Module) -> dict[str, nn.Module]:
+    return {path: module for path, module in model.named_modules() if is_swapped(module)}
 
 
 def _swap_one(model: nn.Module, found: Found, packer: Packer, backend: str, verify: bool) -> SwapRow:
@@ -125,7 +119,8 @@ def _swap_one(model: nn.Module, found: Found, packer: Packer, backend: str, veri
     if truth is not None:
         truth.judge(row, module, linears, packer.format)
         if row.status != "swapped":
-            put_back(installed)
+            put_back({m._fanfold.path: m for m in installed})  # type: ignore[attr-defined]
+    packer.release(row.states)
     reset(row.states)
     return row
 
@@ -152,8 +147,8 @@ def _install(
     if found.kind == "pair" or packer.format is not None:
         for role, linear in linears.items():
             state = LinearState(found.projections[role], packer.format, backend)
+            install(linear, SwappedLinear, state)  # first, so that a Ctrl-C finds what to put back
             packer.pack(linear, state)
-            install(linear, SwappedLinear, state)
             installed.append(linear)
     if found.kind == "module":
         assert found.spec is not None
