@@ -477,3 +477,22 @@ def test_a_named_format_that_is_not_kept_gives_the_very_weights_back(monkeypatch
         pytest.warns(UserWarning, match="a.up: the weights are now the ones rounded"),
     ):
         ff.swap(model, format="bf16")
+
+
+def test_a_scale_that_is_a_tensor_is_not_a_description() -> None:
+    (found,) = ff.find(BufferScale().eval())
+    assert found.status == "unidentified"
+    assert "parameter or buffer" in found.reason
+
+
+def test_a_wrong_description_is_caught_by_the_verification() -> None:
+    """`found` from elsewhere: the kernel computes it faithfully, but the module does not."""
+    import dataclasses
+
+    module = M().eval()
+    (found,) = ff.find(module)
+    for fields in ({"spec": dataclasses.replace(found.spec, activation="gelu_tanh")}, {"scale": 1.01}):
+        report = ff.swap(module, found=[dataclasses.replace(found, **fields)])
+        assert report.n_swapped == 0
+        assert "not what the description says" in report.rows[0].reason
+    assert ff.swap(module, found=[found]).n_swapped == 1
