@@ -26,8 +26,8 @@ except ImportError as error:
     _cpu = None
     _missing = f"the compiled kernels cannot be imported ({error}); reinstall with: pip install fanfold"
 
-_ISA_IDS = {"scalar": 0, "avx2": 1, "avx512": 2}  # ids of the C++ core
-_ISAS: tuple[str, ...] = tuple(_cpu.isas()) if _cpu else ()
+_ISA_IDS: dict[str, int] = _cpu.isas() if _cpu else {}  # numbers of the C++ core; higher is better
+_ISAS: tuple[str, ...] = tuple(sorted(_ISA_IDS, key=_ISA_IDS.__getitem__))
 _ACTS: dict[str, int] = {name: i for i, name in enumerate(_cpu.activation_names())} if _cpu else {}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _PLAIN = (Tensor, torch.nn.Parameter)  # subclasses may mean anything by their memory

@@ -1,16 +1,19 @@
 // The one file that knows Python. Pointers come as integers; 0 means absent. The GIL is released while computing.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "core.h"
+#include "packed.h"
 
 namespace nb = nanobind;
 using fanfold::Call;
@@ -24,8 +27,8 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-const fanfold::Kernels& checked(int isa) {
-  const fanfold::Kernels* found = isa >= 0 && isa < fanfold::kIsaCount ? fanfold::kernels(isa) : nullptr;
+const fanfold::Isa& checked(int isa) {
+  const fanfold::Isa* found = fanfold::isa(isa);
   if (found == nullptr) throw nb::value_error("this CPU or build has no such instruction set: see isas()");
   return *found;
 }
@@ -44,12 +47,12 @@ int act_id(int act) {
 
 void set_params(double (&to)[4], const Params& p) { std::tie(to[0], to[1], to[2], to[3]) = p; }
 
-std::vector<std::string> isas() {
-  std::vector<std::string> names;
-  for (int i = 0; i < fanfold::kIsaCount; ++i) {
-    if (const fanfold::Kernels* k = fanfold::kernels(i)) names.emplace_back(k->name);
+std::map<std::string, int> isas() {
+  std::map<std::string, int> numbers;
+  for (int i = 0; i < fanfold::isa_count(); ++i) {
+    if (const fanfold::Isa* found = fanfold::isa(i)) numbers[found->name] = i;
   }
-  return names;
+  return numbers;
 }
 
 std::vector<std::string> activation_names() {
@@ -78,7 +81,7 @@ Bound bind_ffn(int isa, int x_dtype, int y_dtype, ptrdiff_t d_model, ptrdiff_t d
                ptrdiff_t gate_stride, uintptr_t gate_bias, uintptr_t up, ptrdiff_t up_stride, uintptr_t up_bias,
                uintptr_t down, ptrdiff_t down_stride, uintptr_t down_bias, int w_dtype, bool up_transposed,
                bool down_transposed, int act, const Params& params, float gate_limit, float up_limit, float up_offset) {
-  Bound bound{&checked(isa), {}};
+  Bound bound{checked(isa).kernels, {}};
   Call& c = bound.call;
   c.x_dtype = dtype(x_dtype);
   c.y_dtype = dtype(y_dtype);
@@ -98,7 +101,7 @@ Bound bind_ffn(int isa, int x_dtype, int y_dtype, ptrdiff_t d_model, ptrdiff_t d
 
 Bound bind_linear(int isa, int x_dtype, int y_dtype, ptrdiff_t n_in, ptrdiff_t n_out, uintptr_t w, ptrdiff_t w_stride,
                   int w_dtype, bool transposed, uintptr_t bias) {
-  Bound bound{&checked(isa), {}};
+  Bound bound{checked(isa).kernels, {}};
   Call& c = bound.call;
   c.x_dtype = dtype(x_dtype);
   c.y_dtype = dtype(y_dtype);
@@ -106,6 +109,58 @@ Bound bind_linear(int isa, int x_dtype, int y_dtype, ptrdiff_t n_in, ptrdiff_t n
   c.d_out = n_out;
   c.down = {pointer(w), w_stride, transposed, pointer(bias)};
   c.w_dtype = dtype(w_dtype);
+  return bound;
+}
+
+// As Bound, on packed matrices.
+struct BoundPacked {
+  const fanfold::PackedKernels* kernels;
+  fanfold::PackedCall call;
+
+  void run(int threads, uintptr_t x, ptrdiff_t x_stride, uintptr_t y, ptrdiff_t y_stride, ptrdiff_t tokens) const {
+    fanfold::PackedCall c = call;
+    c.threads = threads < 1 ? 1 : threads;
+    c.x = pointer(x);
+    c.x_stride = x_stride;
+    c.y = pointer<void>(y);
+    c.y_stride = y_stride;
+    c.tokens = tokens;
+    const nb::gil_scoped_release release;
+    fanfold::run(*kernels, c);
+  }
+};
+
+// (data, format, n, k, bias, whether inputs are quantized); data 0: absent
+using Part = std::tuple<uintptr_t, int, ptrdiff_t, ptrdiff_t, uintptr_t, bool>;
+
+fanfold::Packed packed(const Part& part) {
+  const auto& [data, format, n, k, bias, int8] = part;
+  if (data == 0) return {};
+  if (format < 0 || format >= fanfold::kFormatCount) throw nb::value_error("format id out of range");
+  if (n < 1 || k < 1) throw nb::value_error("a packed matrix has no rows or no columns");
+  return fanfold::packed_matrix(pointer(data), format, n, k, pointer<const float>(bias), int8);
+}
+
+BoundPacked bind_packed(int isa, int x_dtype, const Part& gate, const Part& up, const Part& down, int act,
+                        const Params& params, float gate_limit, float up_limit, float up_offset) {
+  BoundPacked bound{checked(isa).packed, {}};
+  fanfold::PackedCall& c = bound.call;
+  c.x_dtype = c.y_dtype = dtype(x_dtype);
+  c.gate = packed(gate);
+  c.up = packed(up);
+  c.down = packed(down);
+  c.act = act_id(act);
+  set_params(c.params, params);
+  c.gate_limit = gate_limit;
+  c.up_limit = up_limit;
+  c.up_offset = up_offset;
+  return bound;
+}
+
+BoundPacked bind_packed_linear(int isa, int x_dtype, const Part& matrix) {
+  BoundPacked bound{checked(isa).packed, {}};
+  bound.call.x_dtype = bound.call.y_dtype = dtype(x_dtype);
+  bound.call.down = packed(matrix);
   return bound;
 }
 
@@ -140,17 +195,20 @@ bool holds(const nb::tuple& sizes, const nb::tuple& watched, const nb::tuple& ba
 void activation(int isa, uintptr_t src, uintptr_t dst, ptrdiff_t n, int act, const Params& params) {
   double values[4];
   set_params(values, params);
-  checked(isa).activation(act_id(act), values, pointer<const float>(src), pointer<float>(dst), n);
+  checked(isa).kernels->activation(act_id(act), values, pointer<const float>(src), pointer<float>(dst), n);
 }
 
 }  // namespace
 
 NB_MODULE(_cpu, m) {
-  m.def("isas", &isas, "Instruction sets of this build that this CPU has, best last.");
+  m.def("isas", &isas, "{name: number} of the instruction sets of this build that this CPU has; higher is better.");
   m.def("activation_names", &activation_names, "Names of the activations, by id.");
   nb::class_<Bound>(m, "Bound").def("run", &Bound::run);
   m.def("bind_ffn", &bind_ffn);
   m.def("bind_linear", &bind_linear);
+  nb::class_<BoundPacked>(m, "BoundPacked").def("run", &BoundPacked::run);
+  m.def("bind_packed", &bind_packed);
+  m.def("bind_packed_linear", &bind_packed_linear);
   m.def("holds", &holds);
   m.def("activation", &activation);
 }

@@ -60,15 +60,22 @@ struct Call {
 
 // What one instruction set offers; `workspace` says how many floats `run` needs.
 struct Kernels {
-  const char* name;
   size_t (*workspace)(const Call&);
   void (*run)(const Call&, float* workspace);
   void (*activation)(int act, const double* params, const float* src, float* dst, ptrdiff_t n);
 };
 
-// nullptr where the CPU (or the build) lacks the instruction set. Ids: 0 scalar, 1 avx2, 2 avx512.
-constexpr int kIsaCount = 3;
-const Kernels* kernels(int isa);
+struct PackedKernels;  // packed.h
+
+struct Isa {
+  const char* name;
+  const Kernels* kernels;
+  const PackedKernels* packed;
+};
+
+// Instruction sets of this build by number, 0 … isa_count() - 1, best last; nullptr where the CPU lacks one.
+int isa_count();
+const Isa* isa(int index);
 const char* const* activation_names();
 
 // Runs the call with a workspace from the cache. Throws std::bad_alloc when there is no memory for it.

@@ -252,7 +252,7 @@ static void few_up(const Call& c, const FewPlan& p, const float* x, float* m, fl
       up[t * ldo + i] = real ? up[t * ldo + i] + bias_at(c.up.bias, c.w_dtype, f0 + i) : 0.0f;
     }
   }
-  const float* const done = combine(c, gate, up, c.tokens * ldo);
+  const float* const done = combine(c, c.gate.data != nullptr, gate, up, c.tokens * ldo);
   const bool pairs = sizeof(WT) == 2 && !c.down.transposed;
   for (ptrdiff_t t = 0; t < c.tokens; ++t) {
     for (ptrdiff_t i = 0; i < n; ++i) {

@@ -1,5 +1,5 @@
 // The whole FFN in one parallel region, for one instruction set. A tiny .cpp file for each defines
-//   FANFOLD_NS (namespace), FANFOLD_NAME, FANFOLD_TABLE (the exported Kernels), FANFOLD_W (floats in a vector),
+//   FANFOLD_NS (namespace), FANFOLD_TABLE (the exported Kernels), FANFOLD_W (floats in a vector),
 //   FANFOLD_MR (rows of a tile)
 // and includes this file, compiled with its own flags. Standard headers used here must bring no inline code.
 
@@ -18,39 +18,17 @@ namespace {
 //
 #include "act_inl.h"
 
-// Clamps, activation and gate * up in place, in float32; n is a multiple of W. Returns where the coefficients are.
-float* combine(const Call& c, float* gate, float* up, ptrdiff_t n) {
-  if (c.gate.data == nullptr) {
-    activate(c.act, c.params, up, n);
-    return up;
-  }
-  const float gate_limit = c.gate_limit, up_limit = c.up_limit, offset = c.up_offset;
-  if (gate_limit < __builtin_inff()) each(gate, n, [=](vf v) { return at_most(v, gate_limit); });
-  activate(c.act, c.params, gate, n);
-  for (ptrdiff_t i = 0; i < n; i += W) {
-    store(gate + i, load(gate + i) * (at_least(at_most(load(up + i), up_limit), -up_limit) + offset));
-  }
-  return gate;
-}
-
+#include "combine_inl.h"
+//
 #include "few_inl.h"
 //
 #include "panel_inl.h"
 
-// Tasks are handed out one by one, so that a thread on a busy core takes fewer.
 struct Job {
   const Call* call;
   float* workspace;
   ptrdiff_t next[3];  // of packing, up, down
 };
-
-INL ptrdiff_t take(ptrdiff_t& next) { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); }
-
-// Everyone has finished stage `s`, and nobody touches its counter again before the next barrier.
-INL void finish(Job& job, int s, int thread, int threads) {
-  if (threads > 1) team_barrier();
-  if (thread == 0) __atomic_store_n(&job.next[s], 0, __ATOMIC_RELAXED);
-}
 
 template <class WT>
 void few(int thread, int threads, void* arg) {
@@ -143,6 +121,6 @@ void activation(int act, const double* params, const float* src, float* dst, ptr
 }  // namespace FANFOLD_NS
 
 extern const Kernels FANFOLD_TABLE;
-const Kernels FANFOLD_TABLE = {FANFOLD_NAME, FANFOLD_NS::workspace, FANFOLD_NS::run, FANFOLD_NS::activation};
+const Kernels FANFOLD_TABLE = {FANFOLD_NS::workspace, FANFOLD_NS::run, FANFOLD_NS::activation};
 
 }  // namespace fanfold

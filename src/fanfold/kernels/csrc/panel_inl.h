@@ -220,7 +220,7 @@ static void panel_up(const Call& c, const PanelPlan& p, const float* x, float* m
   panel_product<WT>({&c.up, gated ? &c.gate : nullptr}, {up, gate}, f0, n, c.d_ff, x, c.d_model, tokens, own);
   if (gated) add_bias(c.gate.bias, c.w_dtype, f0, n, panels, gate);
   add_bias(c.up.bias, c.w_dtype, f0, n, panels, up);
-  const float* const done = combine(c, gate, up, div_up(n, MR) * panels * MR * NR);
+  const float* const done = combine(c, c.gate.data != nullptr, gate, up, div_up(n, MR) * panels * MR * NR);
   for (ptrdiff_t i = 0; i < n; ++i) {
     for (ptrdiff_t q = 0; q < panels; ++q) {
       const float* const from = done + ((i / MR * panels + q) * MR + i % MR) * NR;

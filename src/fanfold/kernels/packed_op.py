@@ -1,0 +1,173 @@
+"""Packed matrices as PyTorch operators: what torch.compile sees of them. Not differentiable.
+
+The tensors are the packed bytes; what they hold (format, shape, activations, spec) travels as one JSON string, so that
+a call is a pure function of its arguments. T tokens, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spec import Spec
+from ..weights import Weights
+from . import cpu, dispatch, packed
+from .packed import PackedMatrix
+
+_library = torch.library.Library("fanfold", "FRAGMENT")
+_library.define("packed_linear(Tensor x, Tensor data, Tensor? bias, str description) -> Tensor")
+_library.define(
+    "packed_ffn(Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, "
+    "str description) -> Tensor"
+)
+_library.define("packed_weight(Tensor data, str description, ScalarType dtype) -> Tensor")
+
+_Kind = tuple[str, tuple[int, int], str]  # format, shape, activations
+
+
+def describe(matrix: PackedMatrix) -> str:
+    """The description of one matrix for `fanfold::packed_linear` and `packed_weight`."""
+    return json.dumps([matrix.format, *matrix.shape, matrix.activations])
+
+
+def describe_ffn(weights: Weights) -> str:
+    """The description of an FFN for `fanfold::packed_ffn`."""
+    parts = {name: describe(m) for name in ("gate", "up", "down") if (m := getattr(weights, name)) is not None}
+    return json.dumps({"spec": weights.spec.to_dict(), "matrices": parts})
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(description: str) -> _Kind:
+    format, n, k, activations = json.loads(description)
+    return format, (n, k), activations
+
+
+@functools.lru_cache(maxsize=1024)
+def _ffn_kind(description: str) -> tuple[Spec, dict[str, _Kind]]:
+    read = json.loads(description)
+    return Spec.from_dict(read["spec"]), {name: _kind(text) for name, text in read["matrices"].items()}
+
+
+def _matrix(data: Tensor, kind: _Kind) -> PackedMatrix:
+    format, shape, activations = kind
+    return PackedMatrix(format, shape, data, activations)
+
+
+# A bound call is a function of addresses and of what lies there, which is its key: nothing in it can grow stale.
+@functools.lru_cache(maxsize=4096)
+def _bound_linear(isa: str, dtype: torch.dtype, data: int, bias: int, kind: _Kind) -> Any:
+    format, (n, k), activations = kind
+    part = (data, packed._IDS[format], n, k, bias, activations == "int8")
+    return cpu._cpu.bind_packed_linear(cpu._ISA_IDS[isa], cpu._DTYPES[dtype], part).run
+
+
+def linear(x: Tensor, data: Tensor, bias: Tensor | None, description: str) -> Tensor:
+    """`packed.linear` on the bytes `data`.  x  [..., K]  ->  [..., N]. Raises ValueError where that does."""
+    kind = _kind(description)
+    at = data.data_ptr()
+    if at % packed.ALIGN or x.dtype not in cpu._DTYPES or (bias is not None and bias.dtype is not torch.float32):
+        return packed.linear(x, _matrix(data, kind), bias)
+    dispatch.record("cpu")
+    n, k = kind[1]
+    rows, stride, tokens = cpu._rows(x, k)
+    y = x.new_empty((*x.shape[:-1], n))
+    run = _bound_linear(cpu.isa(), x.dtype, at, 0 if bias is None else bias.data_ptr(), kind)
+    run(torch.get_num_threads(), rows.data_ptr(), stride, y.data_ptr(), n, tokens)
+    return y
+
+
+@functools.lru_cache(maxsize=1024)
+def _bound_ffn(isa: str, dtype: torch.dtype, places: tuple[int, ...], description: str) -> Any:
+    spec, kinds = _ffn_kind(description)
+    parts = []
+    for name, data, bias in zip(("gate", "up", "down"), places[:3], places[3:]):
+        if name in kinds:
+            format, (n, k), activations = kinds[name]
+            parts.append((data, packed._IDS[format], n, k, bias, activations == "int8"))
+        else:
+            parts.append(packed._part(None, None))
+    return cpu._cpu.bind_packed(cpu._ISA_IDS[isa], cpu._DTYPES[dtype], *parts, *cpu._spec_args(spec)).run
+
+
+def ffn(
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    description: str,
+) -> Tensor:
+    """`packed.forward` on bytes.  x  [..., d_model]  ->  [..., d_model]. Raises ValueError where that does."""
+    places = tuple(cpu._pointer(t) for t in (gate, up, down, gate_bias, up_bias, down_bias))
+    if any(p % packed.ALIGN for p in places[:3]) or x.dtype not in cpu._DTYPES:
+        return packed.forward(x, _weights(gate, up, down, gate_bias, up_bias, down_bias, description))
+    dispatch.record("cpu")
+    d = x.shape[-1]
+    rows, stride, tokens = cpu._rows(x, d)
+    y = x.new_empty(x.shape)
+    run = _bound_ffn(cpu.isa(), x.dtype, places, description)
+    run(torch.get_num_threads(), rows.data_ptr(), stride, y.data_ptr(), d, tokens)
+    return y
+
+
+def _weights(
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    description: str,
+) -> Weights:
+    spec, kinds = _ffn_kind(description)
+    return Weights.unchecked(
+        spec,
+        gate=None if gate is None else _matrix(gate, kinds["gate"]),
+        up=_matrix(up, kinds["up"]),
+        down=_matrix(down, kinds["down"]),
+        gate_bias=gate_bias,
+        up_bias=up_bias,
+        down_bias=down_bias,
+    )
+
+
+def weight(data: Tensor, description: str, dtype: torch.dtype) -> Tensor:
+    """The dequantized weights [N, K] as `dtype`."""
+    made = _matrix(data, _kind(description)).dequantize()
+    return made.clone() if made.dtype is dtype and made.data_ptr() == data.data_ptr() else made.to(dtype)
+
+
+def call_ffn(x: Tensor, weights: Weights, description: str) -> Tensor:
+    """The operator on Weights of PackedMatrix."""
+    w = weights
+    gate = None if w.gate is None else w.gate.data
+    return torch.ops.fanfold.packed_ffn(
+        x, gate, w.up.data, w.down.data, w.gate_bias, w.up_bias, w.down_bias, description
+    )  # fmt: skip
+
+
+_library.impl("packed_linear", linear, "CPU")
+_library.impl("packed_ffn", ffn, "CPU")
+_library.impl("packed_weight", weight, "CPU")
+
+
+@torch.library.register_fake("fanfold::packed_linear")
+def _(x, data, bias, description):
+    (n, _), *_ = _kind(description)[1:]
+    return x.new_empty((*x.shape[:-1], n))
+
+
+@torch.library.register_fake("fanfold::packed_ffn")
+def _(x, gate, up, down, gate_bias, up_bias, down_bias, description):
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("fanfold::packed_weight")
+def _(data, description, dtype):
+    return data.new_empty(_kind(description)[1], dtype=dtype)
