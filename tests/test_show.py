@@ -65,7 +65,8 @@ def fails(*args: object, code: int = 1) -> str:
 # --- verbs and flags ---
 
 GOLDEN = """
-bench MODEL --format --dtype --backend --prompt-tokens --new-tokens --repeats --text --text-tokens --prompt --json
+bench MODEL --format --dtype --backend --prompt-tokens --new-tokens --repeats --text --text-tokens --prompt \
+--shape --tokens --ffn --compile --plot --json
 cost WHAT --variant --bias --tokens --format --group --hardware --tp --heads --kv-heads --head-dim --context \
 --sequences --dtype --compute --sweep --plot --plan --devices --target-ms --intra-GBps --intra-us --inter-GBps \
 --inter-us --base-us --devices-per-node --probe --list --why --json

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from . import count_verbs
-from .failures import INTERRUPTED, guarded
+from .failures import INTERRUPTED, guarded, usage
 from .output import emit, progress, stdout_kept
 
 app = typer.Typer(
@@ -44,10 +44,13 @@ class Backend(str, Enum):
 Model = Annotated[str, typer.Argument(help="Folder of a Hugging Face model, a .gguf file, or: smollm2, minilm.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else there.")]
 OneFormat = Annotated[Format, typer.Option(help="How the swapped weights are stored; none: read in place.")]
-Formats = Annotated[list[Format] | None, typer.Option("--format", help="As for swap; give it again for more runs.")]
+Formats = Annotated[
+    list[str] | None, typer.Option("--format", help="As for swap; several by commas. With --shape: fp32 to q4_1.")
+]
 ModelDtype = Annotated[Dtype, typer.Option(help="Dtype that the model is loaded in.")]
 OneBackend = Annotated[Backend, typer.Option(help="Who computes the swapped FFNs.")]
 PromptTokens = Annotated[int, typer.Option(min=1, help="Tokens read in prefill.")]
+_OF_TEXT = ("prompt_tokens", "new_tokens", "text", "text_tokens", "prompt")
 NewTokens = Annotated[int, typer.Option(min=1, help="Tokens generated in decode.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed passes of each, by turns.")]
 
@@ -111,7 +114,7 @@ def swap(
 @guarded
 def bench(
     context: typer.Context,
-    model: Model,
+    model: Annotated[str | None, typer.Argument(help="As for swap; or none, with --shape.")] = None,
     format: Formats = None,
     dtype: ModelDtype = Dtype.fp32,
     backend: OneBackend = Backend.auto,
@@ -121,9 +124,27 @@ def bench(
     text: Annotated[Path | None, typer.Option(help="UTF-8 file for perplexity; default: Python's manual.")] = None,
     text_tokens: Annotated[int, typer.Option(min=2, help="Tokens of it that are read.")] = 1024,
     prompt: Annotated[str | None, typer.Option(help="Prompt of the greedy continuation.")] = None,
+    shape: Annotated[str | None, typer.Option(help="Without a model: d_model x d_ff, as in 4096x11008.")] = None,
+    tokens: Annotated[str, typer.Option(help="With --shape: tokens at once, several by commas.")] = "1,16,512",
+    ffn: Annotated[str, typer.Option(help="With --shape: swiglu, geglu, gelu_erf, relu2, …")] = "swiglu",
+    compile: Annotated[bool, typer.Option("--compile", help="With --shape: time torch.compile too.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="With --shape: draw the roofline into a .png or .svg.")] = None,
     json: Json = False,
 ) -> None:
-    """Measure a model before and after the swap: speed, memory, perplexity, greedy text."""
+    """Measure a model before and after the swap, or with --shape one FFN of random weights, beside PyTorch."""
+    with usage():
+        _one_of(context, model, shape)
+        if shape is not None:
+            from . import bench_shape
+
+            request = bench_shape.parse(
+                shape, tokens, ",".join(format or [bench_shape.DEFAULT_FORMATS]), ffn, repeats, compile, plot
+            )
+        formats = [] if shape is not None else _formats(format)
+    if model is None:
+        from .bench_tables import report
+
+        return report(request, json)
     from . import bench as work
     from .demo import identify
     from .text import PROMPT, read_text
@@ -144,7 +165,7 @@ def bench(
         for line in work.ignored(loaded, _given(context)):
             print(f"fanfold: {line}", file=sys.stderr)
         found = identify(loaded)
-    for one in format or [Format.none]:
+    for one in formats:
         with stdout_kept(json):
             runs.append(work.bench(loaded, _format(one), settings, found))
         if not json:
@@ -186,11 +207,37 @@ def doctor(json: Json = False) -> None:
         raise ValueError(f"the self-test failed: {'; '.join(failed)}")
 
 
+def _typed(context: typer.Context, names: tuple[str, ...]) -> list[str]:
+    """Those of the options `names` that were typed."""
+    return [n for n in names if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"]
+
+
 def _given(context: typer.Context) -> list[str]:
     """Names of Settings' fields whose options were typed."""
-    names = ("prompt_tokens", "new_tokens", "text", "text_tokens", "prompt")
-    typed = [n for n in names if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"]
-    return ["text_file" if n == "text" else n for n in typed]
+    return ["text_file" if n == "text" else n for n in _typed(context, _OF_TEXT)]
+
+
+def _one_of(context: typer.Context, model: str | None, shape: str | None) -> None:
+    """Raise ValueError unless bench has a model or a shape, and only options that go with it."""
+    if (model is None) == (shape is None):
+        given = "neither was given" if model is None else f"given: {model} and --shape {shape}"
+        raise ValueError(
+            f"bench takes a MODEL (a folder, a .gguf file, smollm2, minilm) or --shape 4096x11008; {given}"
+        )
+    others = ("dtype", "backend", *_OF_TEXT) if model is None else ("tokens", "ffn", "compile", "plot")
+    wrong = [f"--{n.replace('_', '-')}" for n in _typed(context, others)]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} goes with {'a MODEL' if model is None else '--shape'}")
+
+
+def _formats(given: list[str] | None) -> list[Format]:
+    """The formats of --format, which may list several by commas. Raises ValueError, naming those known."""
+    names = [n.strip() for one in given or [Format.none.value] for n in one.split(",")]
+    known = [f.value for f in Format]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--format {name!r} is not known; known: {', '.join(known)}")
+    return [Format(name) for name in names]
 
 
 def _refuse_not_finite(runs: list[dict[str, Any]]) -> None:

@@ -30,16 +30,9 @@ def draw(path: Path, sweep: Sweep, title: str, widths: dict[float, list[Widened]
     Raises ValueError for another suffix, and without Matplotlib. Written whole or not at all.
     """
     check(path)
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError("a plot needs Matplotlib, which is not installed: pip install 'fanfold[plots]'") from None
-
     timed = "floor_s" in sweep.costs[0].whole
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+    drawn = figure((11, 4.6))
+    left, right = drawn.subplots(1, 2)
     if sweep.name == "tokens":
         (_roofline if timed else _counts)(left, sweep)
         (_crossover if timed else _bytes)(right, sweep)
@@ -49,11 +42,24 @@ def draw(path: Path, sweep: Sweep, title: str, widths: dict[float, list[Widened]
             _widening(right, widths)
         else:
             _bytes(right, sweep)
-    figure.suptitle(title, fontsize=11)
-    _save(figure, path)
+    drawn.suptitle(title, fontsize=11)
+    save(drawn, path)
 
 
-def _save(figure: Any, path: Path) -> None:
+def figure(inches: tuple[float, float]) -> Any:
+    """An empty Matplotlib figure with a canvas of its own. Raises ValueError without Matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError("a plot needs Matplotlib, which is not installed: pip install 'fanfold[plots]'") from None
+    made = Figure(figsize=inches, layout="constrained")
+    FigureCanvasAgg(made)
+    return made
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure into `path`, PNG or SVG by its suffix, whole or not at all."""
     kind = path.suffix.lower().removeprefix(".")
     handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, suffix=path.suffix)
     os.close(handle)
@@ -69,7 +75,8 @@ def _values(sweep: Sweep, key: str) -> list[float]:
     return [float(c.whole.value(key)) for c in sweep.costs]
 
 
-def _axes(ax: Any, title: str, x: str, y: str, log: bool = True) -> None:
+def axes(ax: Any, title: str, x: str, y: str, log: bool = True) -> None:
+    """Title, labels and a faint grid; both axes logarithmic if `log`."""
     ax.set_title(title, fontsize=10)
     ax.set_xlabel(x)
     ax.set_ylabel(y)
@@ -106,7 +113,7 @@ def _roofline(ax: Any, sweep: Sweep) -> None:
         if i % every == 0 or i == len(x) - 1:
             ax.annotate(f"{value:,}", (xi, yi), fontsize=7, xytext=(2, -4), textcoords="offset points", rotation=-45,
                         rotation_mode="anchor", va="top")  # fmt: skip
-    _axes(ax, f"Roofline of {device.slug}; labels: tokens", "arithmetic intensity, FLOP/B", "TFLOP/s")
+    axes(ax, f"Roofline of {device.slug}; labels: tokens", "arithmetic intensity, FLOP/B", "TFLOP/s")
 
 
 def _crossover(ax: Any, sweep: Sweep) -> None:
@@ -128,7 +135,7 @@ def _crossover(ax: Any, sweep: Sweep) -> None:
         if all(v is not None for v in steps):
             ax.plot(sweep.values, [v * scale for v in steps if v is not None], color=_GREEN, linestyle=":",
                     label="with all-reduce")  # fmt: skip
-    _axes(ax, "Decode to prefill", "tokens", unit)
+    axes(ax, "Decode to prefill", "tokens", unit)
     ax.legend(fontsize=8, frameon=False)
 
 
@@ -140,20 +147,20 @@ def _time_unit(sweep: Sweep) -> tuple[str, float]:
 def _over_width(ax: Any, sweep: Sweep) -> None:
     unit, scale = _time_unit(sweep)
     ax.plot(sweep.values, [v * scale for v in _values(sweep, "floor_s")], "o-", color=_BLUE, markersize=3)
-    _axes(ax, f"Floor, tokens: {sweep.costs[0].settings.tokens}", "d_ff, channels", unit, log=False)
+    axes(ax, f"Floor, tokens: {sweep.costs[0].settings.tokens}", "d_ff, channels", unit, log=False)
     ax.set_ylim(bottom=0)
 
 
 def _counts(ax: Any, sweep: Sweep) -> None:
     ax.plot(sweep.values, [v / 1e9 for v in _values(sweep, "forward_flop")], "o-", color=_ORANGE, markersize=3)
-    _axes(ax, "FLOPs forward", f"{sweep.name}", "GFLOP", log=sweep.name == "tokens")
+    axes(ax, "FLOPs forward", f"{sweep.name}", "GFLOP", log=sweep.name == "tokens")
 
 
 def _bytes(ax: Any, sweep: Sweep) -> None:
     key, label = ("moved_bytes", "bytes moved") if sweep.name == "tokens" else ("weight_bytes", "weights")
     ax.plot(sweep.values, [v / 1e6 for v in _values(sweep, key)], "o-", color=_BLUE, markersize=3)
     form = sweep.costs[0].settings.form.name
-    _axes(ax, f"{label} in {form}", f"{sweep.name}", "MB", log=sweep.name == "tokens")
+    axes(ax, f"{label} in {form}", f"{sweep.name}", "MB", log=sweep.name == "tokens")
 
 
 def _widening(ax: Any, widths: dict[float, list[Widened]]) -> None:
@@ -169,5 +176,5 @@ def _widening(ax: Any, widths: dict[float, list[Widened]]) -> None:
             base = getattr(next(iter(widths.values()))[0], key)
             values = [1.0, *(getattr(found[row + 1], key) / base for found in widths.values())]
             ax.plot(factors, values, style, color=color, label=f"{way}: {label}")
-    _axes(ax, "At equal parameters, per layer", "times the parameters", "times as much", log=False)
+    axes(ax, "At equal parameters, per layer", "times the parameters", "times as much", log=False)
     ax.legend(fontsize=7, frameon=False)
