@@ -64,9 +64,7 @@ def parse(
     counts = _listed(tokens)
     wrong = [t for t in counts if not t.isdecimal() or int(t) < 1]
     if wrong or not counts:
-        raise ValueError(
-            f"--tokens {wrong[0] if wrong else tokens!r}: expected whole numbers of at least 1, as in 1,16"
-        )
+        raise ValueError(f"--tokens {wrong[0] if wrong else tokens!r}: expected whole numbers from 1 on, as in 1,16")
     return Request(
         specs=tuple(specs),
         tokens=tuple(sorted({int(t) for t in counts})),
@@ -114,7 +112,10 @@ class Cell:
             self.run(layer)
 
     def turn(self, seconds: float, sweep: Callable[[], object], clock: Callable[[], float]) -> None:
-        """Time calls one by one for `seconds`, at least one pass. Of several layers the first, untimed, wakes threads."""
+        """Time calls one by one for `seconds`, at least one pass over the layers.
+
+        The first of several layers is called but not timed: it wakes the threads.
+        """
         timed = range(1, self.layers) if self.layers > 1 else range(1)
         end = clock() + seconds
         while True:

@@ -1,4 +1,4 @@
-"""The tables of `fanfold bench --shape`, for people, and what goes with every figure: when, where, by how many threads."""
+"""What `fanfold bench --shape` prints: tables or JSON, and with every figure when, where, by how many threads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def report(request: Request, json: bool) -> None:
 
 def _title(block: dict[str, Any], found: dict[str, Any]) -> str:
     shape = f"{block['ffn']} {block['d_model']}x{block['d_ff']}"
-    return f"{shape}: {found['processor']}, {found['threads']} threads, {found['date']}"
+    return f"{shape}: {found['processor']}, {_threads(found)}, {found['date']}"
 
 
 def header() -> dict[str, Any]:
@@ -65,7 +65,11 @@ def header() -> dict[str, Any]:
 
 
 def show_header(found: dict[str, Any]) -> None:
-    print(f"{found['date']}, {found['processor']}, {found['threads']} threads, {found['isa']}, torch {found['torch']}")
+    print(f"{found['date']}, {found['processor']}, {_threads(found)}, {found['isa']}, torch {found['torch']}")
+
+
+def _threads(found: dict[str, Any]) -> str:
+    return f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}"
 
 
 def show_block(block: dict[str, Any]) -> None:

@@ -132,19 +132,18 @@ def bench(
     json: Json = False,
 ) -> None:
     """Measure a model before and after the swap, or with --shape one FFN of random weights, beside PyTorch."""
+    if shape is not None or model is None:
+        from . import bench_shape, bench_tables
+
+        with usage():
+            _one_of(context, model, shape)
+            formats = ",".join(format or [bench_shape.DEFAULT_FORMATS])
+            request = bench_shape.parse(shape or "", tokens, formats, ffn, repeats, compile, plot)
+        bench_tables.report(request, json)
+        return
     with usage():
         _one_of(context, model, shape)
-        if shape is not None:
-            from . import bench_shape
-
-            request = bench_shape.parse(
-                shape, tokens, ",".join(format or [bench_shape.DEFAULT_FORMATS]), ffn, repeats, compile, plot
-            )
-        formats = [] if shape is not None else _formats(format)
-    if model is None:
-        from .bench_tables import report
-
-        return report(request, json)
+        chosen = _formats(format)
     from . import bench as work
     from .demo import identify
     from .text import PROMPT, read_text
@@ -165,7 +164,7 @@ def bench(
         for line in work.ignored(loaded, _given(context)):
             print(f"fanfold: {line}", file=sys.stderr)
         found = identify(loaded)
-    for one in formats:
+    for one in chosen:
         with stdout_kept(json):
             runs.append(work.bench(loaded, _format(one), settings, found))
         if not json:
@@ -220,10 +219,8 @@ def _given(context: typer.Context) -> list[str]:
 def _one_of(context: typer.Context, model: str | None, shape: str | None) -> None:
     """Raise ValueError unless bench has a model or a shape, and only options that go with it."""
     if (model is None) == (shape is None):
-        given = "neither was given" if model is None else f"given: {model} and --shape {shape}"
-        raise ValueError(
-            f"bench takes a MODEL (a folder, a .gguf file, smollm2, minilm) or --shape 4096x11008; {given}"
-        )
+        given = "neither was given" if model is None else f"{model} and --shape {shape} were given"
+        raise ValueError(f"bench takes a MODEL (folder, .gguf file, smollm2, minilm) or --shape 4096x11008: {given}")
     others = ("dtype", "backend", *_OF_TEXT) if model is None else ("tokens", "ffn", "compile", "plot")
     wrong = [f"--{n.replace('_', '-')}" for n in _typed(context, others)]
     if wrong:

@@ -22,7 +22,6 @@ from ..kernels import torch as plain_torch
 from ..spec import Spec
 from ..weights import PROJECTIONS, Weights, to_float64
 from . import roofs
-from .rounding import plain
 
 COLD_BYTES = 256 << 20  # of all layers together: beyond the caches
 MOST_LAYERS = 16
@@ -129,6 +128,10 @@ class Compiled(Eager):
 class _Module(torch.nn.Module):
     """The block as a module with parameters, which is what inductor freezes."""
 
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
     def __init__(self, weights: Weights) -> None:
         super().__init__()
         self.spec = weights.spec
@@ -147,7 +150,7 @@ class _Module(torch.nn.Module):
 def pack_matrix(matrix: Any, format: str) -> packed.PackedMatrix:
     """A float32 matrix [n_out, n_in] in the kernels' order; integer formats by plain rounding."""
     if stored.get(format).name in formats.INTEGER:
-        return packed.PackedMatrix.pack(plain(np.asarray(matrix), format))
+        return packed.PackedMatrix.pack(formats.quantize_matrix(matrix, format, scales="plain"))
     return packed.PackedMatrix.pack(matrix, format)
 
 
@@ -209,7 +212,7 @@ def check(contender: Ours, x: torch.Tensor, rows: list[int]) -> numerics.Compari
     first = contender.layers[0]
     if contender.format not in formats.INTEGER:
         with torch.inference_mode():
-            theirs = plain_torch.forward(few, as_torch(first, x.dtype))
+            theirs = plain_torch.forward(x, as_torch(first, x.dtype))[rows]
         return numerics.compare(y, _in_parts(few, first, reference.coefficients), theirs)
     ideal = _in_parts(few, first, reference.coefficients)
     rounded = functools.partial(_rounded_coefficients, format=contender.format)

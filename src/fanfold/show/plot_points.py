@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from . import plots
 _COLOURS = ("#2166ac", "#d6604d", "#4d9221", "#7b3294", "#b8860b", "#01665e", "#c51b7d", "#543005")
 _ROOF = "#777777"
 _STYLES = {"fp32": "-", "bf16": "--", "int8": ":"}  # of the ceilings
-# Where a label may stand beside its point, in points, best first.
-_PLACES = ((7, -9), (7, 5), (-7, 5), (-7, -9), (0, 10), (0, -15), (16, -20), (-16, 14), (16, 14), (-16, -22))
+# Where a label may stand beside its point, best first: right, left, above, below, then at an angle; in points.
+_DIRECTIONS = ((1, -0.3), (-1, -0.3), (0, 0.7), (0, -1.4), (0.8, -1.2), (-0.8, 0.7), (0.8, 0.7), (-0.8, -1.2))
+_DISTANCES = (8, 14, 22, 34, 50)
+_LEADER = 20  # from so far on a thin line leads from the label to its point
 
 
 def draw(path: Path, blocks: Sequence[dict[str, Any]], title: str) -> None:
@@ -60,8 +63,8 @@ def _roofs(ax: Any, roofs: Sequence[dict[str, Any]], rows: Sequence[dict[str, An
     first, last = min(xs) / 2.2, max(max(xs), max(peaks.values()) / rate) * 4
     top = max(peaks.values())
     ax.plot([first, top / rate], [first * rate, top], color=_ROOF, linewidth=1.3, zorder=1)
-    ax.annotate(f"memory, {rate:.3g} GB/s", (first * 1.15, first * 1.15 * rate), fontsize=8, color=_ROOF, va="bottom",
-                ha="left", xytext=(0, 12), textcoords="offset points")  # fmt: skip
+    ax.text(first * 1.3, first * 1.3 * rate * 1.12, f"memory, {rate:.3g} GB/s", fontsize=8, color=_ROOF,
+            rotation=math.degrees(math.atan(rate)), rotation_mode="anchor", transform_rotates_text=True, va="bottom", ha="left")  # fmt: skip
     shown: list[tuple[float, list[str]]] = []  # arithmetics of one peak share a line of text
     for kind, peak in peaks.items():
         ax.plot([peak / rate, last], [peak, peak], _STYLES[kind], color=_ROOF, linewidth=1.3, zorder=1)
@@ -87,22 +90,39 @@ def _legend(ax: Any, colours: dict[str, str]) -> None:
 
 
 def _labels(figure: Any, ax: Any, labelled: Sequence[tuple[str, dict[str, Any]]], colours: dict[str, str]) -> None:
-    """Write each label at the first place beside its point that no label, point or legend takes; else at the last."""
+    """Write each label at the first place by its point that no label, point, line or legend takes; else at the last."""
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
     figure.canvas.draw()  # the layout is final from here on
     renderer = figure.canvas.get_renderer()
     frame = ax.get_window_extent(renderer)
     taken = [ax.get_legend().get_window_extent(renderer)]
     taken += [text.get_window_extent(renderer) for text in ax.texts]
     taken += [line.get_window_extent(renderer).padded(3) for line in ax.lines if line.get_marker() == "o"]
+    taken += [Bbox.from_bounds(x - 1, y - 1, 2, 2) for line in ax.lines if line.get_marker() != "o"
+              for x, y in _along(ax.transData.transform(line.get_xydata()))]  # fmt: skip
+    places = [(distance, dx * distance, dy * distance) for distance in _DISTANCES for dx, dy in _DIRECTIONS]
     for name, row in labelled:
         point = (row["intensity_flop_per_byte"], row["flop_per_s"] / 1e9)
-        label = ax.annotate(name, point, xytext=_PLACES[0], textcoords="offset points", fontsize=8,
-                            color=colours[row["format"]], zorder=5)  # fmt: skip
-        for place in _PLACES:
-            label.set_position(place)
-            label.set_ha("left" if place[0] > 0 else "right" if place[0] < 0 else "center")
-            box = label.get_window_extent(renderer)
+        colour = colours[row["format"]]
+        for distance, dx, dy in places:
+            side = "left" if dx > 0 else "right" if dx < 0 else "center"
+            leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.6} if distance > _LEADER else None
+            label = ax.annotate(name, point, xytext=(dx, dy), textcoords="offset points", fontsize=8, ha=side,
+                                color=colour, zorder=5, arrowprops=leader)  # fmt: skip
+            label.update_positions(renderer)
+            box = Text.get_window_extent(label, renderer)  # of the words alone, without the line
             inside = frame.x0 < box.x0 and box.x1 < frame.x1 and frame.y0 < box.y0 and box.y1 < frame.y1
-            if inside and not any(box.overlaps(other) for other in taken):
+            if (inside and not any(box.overlaps(other) for other in taken)) or (distance, dx, dy) == places[-1]:
+                taken.append(box)
                 break
-        taken.append(label.get_window_extent(renderer))
+            label.remove()
+
+
+def _along(corners: Any) -> Iterator[tuple[float, float]]:
+    """Points every few pixels along a line through `corners` [n, 2]."""
+    for (x0, y0), (x1, y1) in pairwise(corners):
+        steps = max(1, int(max(abs(x1 - x0), abs(y1 - y0)) / 4))
+        for i in range(steps + 1):
+            yield x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps

@@ -60,8 +60,14 @@ def measure() -> Roof:
         flops=flops,
         estimated=estimated,
         threads=found.threads,
-        notes=found.notes if estimated else "fp32, bf16 and int8 measured",
+        notes=_notes(found.notes, estimated),
     )
+
+
+def _notes(notes: str, estimated: tuple[str, ...]) -> str:
+    """What the probe says of the arithmetics that come from it, and of the load it met."""
+    others = tuple(f"{kind}:" for kind in ("fp8", "fp16", *ARITHMETICS) if kind not in estimated)
+    return "; ".join(part for part in notes.split("; ") if not part.startswith(others))
 
 
 _seen: dict[str, float] = {}  # the largest of this process
@@ -72,6 +78,7 @@ def _own_peaks(threads: int) -> dict[str, float]:
     from ..kernels import cpu
 
     peak = getattr(cpu._cpu, "peak", None)
-    for kind in ARITHMETICS if peak is not None else ():
-        _seen[kind] = max(_seen.get(kind, 0.0), float(peak(kind, threads)))
+    if peak is not None:
+        for kind in ARITHMETICS:
+            _seen[kind] = max(_seen.get(kind, 0.0), float(peak(kind, threads)))
     return dict(_seen)
