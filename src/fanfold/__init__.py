@@ -23,6 +23,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "load": ("fanfold.checkpoints", "load"),
     "nn": ("fanfold.nn", None),
     "numerics": ("fanfold.numerics", None),
+    "quantize": ("fanfold.quantize", None),  # the package, which can be called
     "size": ("fanfold.count.sizing", "size"),
     "swap": ("fanfold.models.swap", "swap"),
     "unswap": ("fanfold.models.swap", "unswap"),
@@ -40,6 +41,7 @@ __all__ = [
     "load",
     "nn",
     "numerics",
+    "quantize",
     "reference",
     "size",
     "swap",
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from .kernels.op import ffn
     from .models.find import find
     from .models.swap import swap, unswap
+    from .quantize import quantize
 
 
 def __getattr__(name: str) -> Any:
