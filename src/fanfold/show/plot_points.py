@@ -64,7 +64,8 @@ def _roofs(ax: Any, roofs: Sequence[dict[str, Any]], rows: Sequence[dict[str, An
     top = max(peaks.values())
     ax.plot([first, top / rate], [first * rate, top], color=_ROOF, linewidth=1.3, zorder=1)
     ax.text(first * 1.3, first * 1.3 * rate * 1.12, f"memory, {rate:.3g} GB/s", fontsize=8, color=_ROOF,
-            rotation=math.degrees(math.atan(rate)), rotation_mode="anchor", transform_rotates_text=True, va="bottom", ha="left")  # fmt: skip
+            rotation=math.degrees(math.atan(rate)), rotation_mode="anchor",
+            transform_rotates_text=True, va="bottom", ha="left")  # fmt: skip
     shown: list[tuple[float, list[str]]] = []  # arithmetics of one peak share a line of text
     for kind, peak in peaks.items():
         ax.plot([peak / rate, last], [peak, peak], _STYLES[kind], color=_ROOF, linewidth=1.3, zorder=1)
