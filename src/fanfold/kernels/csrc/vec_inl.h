@@ -18,7 +18,7 @@ INL ptrdiff_t imax(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
 INL ptrdiff_t div_up(ptrdiff_t a, ptrdiff_t b) { return (a + b - 1) / b; }
 INL ptrdiff_t round_up(ptrdiff_t a, ptrdiff_t b) { return div_up(a, b) * b; }
 
-INL vf splat(float s) { return vf{} + s; }
+INL vf splat(float s) { return s - vf{}; }  // s + 0 would be an addition of its own, for -0; s - 0 is s
 INL vi splat_i(int32_t s) { return vi{} + s; }
 
 // memcpy: the pointers come from tensors and may have any alignment.

@@ -1,0 +1,153 @@
+// The products of several columns with all tokens. Included by packed_inl.h.
+
+constexpr ptrdiff_t kSpan = 512;  // most inputs of a step over all tokens: its weights stay in L1, the tokens' in L2
+constexpr ptrdiff_t kMostColumns = 16;  // of one call, gate's and up's together
+
+// Room for two columns' span in float32, or unpacked with its headers.
+constexpr size_t kScratchBytes = 2 * (kSpan + 256) * kLanes * sizeof(float);
+
+// Columns of one or two matrices of the same format and inputs, in the order in which they are read.
+struct Task {
+  const Packed* matrix[kMostColumns];
+  ptrdiff_t column[kMostColumns];
+  float* out[kMostColumns];  // [tokens][ldc]
+  ptrdiff_t count;           // of pairs if `pair`, else of columns
+  bool pair;                 // each entry is two neighbouring columns
+  ptrdiff_t ldc;
+};
+
+INL const uint8_t* column_at(const Task& task, ptrdiff_t i) {
+  return task.matrix[i]->columns + task.column[i] * task.matrix[i]->column_bytes;
+}
+
+INL void hint_at(Hint* hint, const uint8_t* at, ptrdiff_t bytes, ptrdiff_t lines, ptrdiff_t share, ptrdiff_t shares) {
+  hint->at = (uintptr_t)at + (uintptr_t)(bytes * share / shares);
+  hint->step = bytes / shares / lines;
+}
+
+// One entry's span [k0, k0 + n) with every group of tokens; meanwhile memory is asked for `next`, which is as long.
+template <int R>
+static void span_product(const Packed& m, const uint8_t* column, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n,
+                         const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
+  const ptrdiff_t groups = in.groups(), bytes = bytes_before(m, k0 + n) - bytes_before(m, k0);
+  const bool ints = in.mode == kInt8Mode, nibbles = m.bits == 4;
+  // what tokens share is unpacked for all of them once they are many
+  const bool direct = ints ? !nibbles || groups <= 2 : m.format == kFp32 || (groups <= 2 && !m.is_integer());
+  const uint8_t* at[2];
+  for (int r = 0; r < R; ++r) {
+    at[r] = column + r * m.column_bytes + bytes_before(m, k0);
+    if (direct) continue;
+    uint8_t* const to = scratch + (size_t)r * (kScratchBytes / 2);
+    if (ints) {
+      unpack_nibbles(m, column + r * m.column_bytes, k0, n, to);
+    } else {
+      expand(m, column + r * m.column_bytes, k0, n, (float*)to);
+    }
+    at[r] = to;
+  }
+  const int per_line = ints ? (nibbles && direct ? 8 : 4) : direct && m.format == kBf16 ? 2 : 1;
+  const ptrdiff_t lines = div_up(n, per_line);
+  Hint hint = {0, 0, m.column_bytes};
+  IntTile tile = {};
+  if (ints) {
+    for (int r = 0; r < R; ++r) tile.columns[r] = at[r];
+    tile.inputs = n;
+    tile.group = m.activation_group;
+    tile.block = m.block;
+    tile.header = header_bytes(m, m.block);
+    tile.ldc = ldc;
+  }
+  for (ptrdiff_t g = 0; g < groups; ++g) {
+    const ptrdiff_t t0 = in.begin(g), T = in.begin(g + 1) - t0;
+    if (groups == 1 && direct) {
+      hint_at(&hint, at[0] + kAheadBytes, bytes, lines, 0, 1);  // nothing else to do meanwhile
+    } else {
+      hint_at(&hint, next, bytes, lines, g, groups);
+    }
+    float* const to = c + t0 * ldc;
+    if (ints) {
+      const ptrdiff_t table = t0 * in.tables + k0 / m.activation_group * T;
+      tile.q = in.q + t0 * in.ld + k0 * T;
+      tile.scale = in.scale + table;
+      tile.start = in.start + table;
+      tile.sum = in.sum + table;
+      tile.c = to;
+      tile.hint = hint;
+      const Scaling scaling = m.group == 0 ? kByRow : m.minimum ? kByGroupWithMinimum : kByGroup;
+      if (nibbles && direct) {
+        int_tiles<R, true, R == 2 ? kIntPairTokens : kIntOneTokens>(T, tile, scaling);
+      } else {
+        int_tiles<R, false, R == 2 ? kIntPairTokens : kIntOneTokens>(T, tile, scaling);
+      }
+      continue;
+    }
+    const float* const x = in.f + t0 * in.ld + k0 * T;
+    constexpr int kMost = R == 2 ? kPairTokens : kOneTokens;
+    if (!direct || m.format == kFp32) {
+      float_tiles<R, kFloats, kMost>(T, at, n, x, to, ldc, hint);
+    } else if (m.format == kBf16) {
+      float_tiles<R, kPairs, kMost>(T, at, n, x, to, ldc, hint);
+    } else {
+      float_tiles<R, kHalves, kMost>(T, at, n, x, to, ldc, hint);
+    }
+  }
+}
+
+// Row scales and biases of `width` outputs from n0 on.
+static void finish_rows(const Packed& m, ptrdiff_t n0, ptrdiff_t width, ptrdiff_t tokens, float* c, ptrdiff_t ldc) {
+  if (m.row_scale == nullptr && m.bias == nullptr) return;
+  for (ptrdiff_t i = 0; i < width; i += W) {
+    const ptrdiff_t n = n0 + i;
+    const vf scale = m.row_scale != nullptr ? load(m.row_scale + n) : splat(1.0f);
+    vf bias = {};
+    if (m.bias != nullptr && n < m.n) bias = n + W <= m.n ? load(m.bias + n) : load_part(m.bias + n, m.n - n);
+    for (ptrdiff_t t = 0; t < tokens; ++t) store(c + t * ldc + i, load(c + t * ldc + i) * scale + bias);
+  }
+}
+
+// The inputs of a step: whole blocks. A lone group of tokens needs no steps; float sums are kept short, because their
+// rounding grows with their length.
+INL ptrdiff_t span_of(const Packed& m, const Inputs& in) {
+  if (in.mode == kInt8Mode && in.groups() == 1) return round_up(m.k, m.block);
+  const ptrdiff_t most = in.mode == kInt8Mode ? kSpan : m.bits == 32 && in.groups() > 1 ? 128 : 256;
+  return imax(most / m.block, 1) * m.block;
+}
+
+// All entries' outputs, biases included; rows beyond n give zeros. `next`: what will be read after them.
+static void product(const Task& task, const Inputs& in, const uint8_t* next, uint8_t* scratch) {
+  const Packed& m = *task.matrix[0];
+  const ptrdiff_t span = span_of(m, in), width = task.pair ? 2 * kLanes : kLanes;
+  for (ptrdiff_t i = 0; i < task.count; ++i) {
+    for (ptrdiff_t t = 0; t < in.tokens; ++t) {
+      for (ptrdiff_t j = 0; j < width; j += W) store(task.out[i] + t * task.ldc + j, vf{});
+    }
+  }
+  // Few tokens: columns one after the other, as they lie in memory; many: what they share stays in L2.
+  const ptrdiff_t outer = in.groups() == 1 ? task.count : 1, inner = task.count / outer;
+  for (ptrdiff_t o = 0; o < outer; ++o) {
+    for (ptrdiff_t k0 = 0; k0 < m.k; k0 += span) {
+      const ptrdiff_t n = imin(span, m.k - k0);
+      for (ptrdiff_t j = 0; j < inner; ++j) {
+        const ptrdiff_t i = o * inner + j;
+        const uint8_t* then = next;
+        if (j + 1 < inner) {
+          then = column_at(task, i + 1) + bytes_before(m, k0);
+        } else if (k0 + span < m.k) {
+          then = column_at(task, o * inner) + bytes_before(m, k0 + span);
+        } else if (o + 1 < outer) {
+          then = column_at(task, i + 1);
+        }
+        if (task.pair) {
+          if constexpr (kPairTokens > 0) {
+            span_product<2>(m, column_at(task, i), then, k0, n, in, task.out[i], task.ldc, scratch);
+          }
+        } else {
+          span_product<1>(m, column_at(task, i), then, k0, n, in, task.out[i], task.ldc, scratch);
+        }
+      }
+    }
+  }
+  for (ptrdiff_t i = 0; i < task.count; ++i) {
+    finish_rows(*task.matrix[i], task.column[i] * kLanes, width, in.tokens, task.out[i], task.ldc);
+  }
+}

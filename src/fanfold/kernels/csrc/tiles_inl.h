@@ -1,0 +1,247 @@
+// Tiles: R columns of 16 outputs times T tokens, their sums in registers. Included by packed_inl.h.
+
+// The memory that a tile asks for while it computes: `step` bytes further with each line of a column that it reads, in
+// the second column `pitch` bytes away. A hint may point anywhere.
+struct Hint {
+  uintptr_t at;
+  ptrdiff_t step, pitch;
+};
+
+// ---- float tiles ----
+
+enum Source { kFloats, kPairs, kHalves };  // of a column's lines: float32, bfloat16 pairs of inputs, float16
+
+// c[t * ldc + r * 16 + lane] += products of `inputs` inputs (whole steps) of R columns and T tokens.
+template <int R, int T, Source S>
+static void float_tile(const uint8_t* const* columns, ptrdiff_t inputs, const float* x, float* c,
+                       ptrdiff_t ldc, Hint hint) {
+  constexpr int kStep = S == kPairs ? 2 : 1;               // inputs of a line
+  constexpr int kLine = S == kHalves ? 32 : 64;            // bytes of it
+  constexpr int U = R * T * V >= 8 ? 1 : 8 / (R * T * V);  // chains, so that additions need not wait for each other
+  vf acc[U][R][T][V];
+#pragma GCC unroll 8
+  for (int u = 0; u < U; ++u) {
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+      for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) acc[u][r][t][v] = vf{};
+      }
+    }
+  }
+  const uint8_t* w[R];
+#pragma GCC unroll 2
+  for (int r = 0; r < R; ++r) w[r] = columns[r];
+  const auto step = [&](int u, ptrdiff_t k) __attribute__((always_inline)) {
+    vf first[R][V], second[R][V];
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) {
+      __builtin_prefetch((const void*)(hint.at + (uintptr_t)(r * hint.pitch)), 0, 3);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        if constexpr (S == kFloats) {
+          first[r][v] = load((const float*)w[r] + v * W);
+        } else if constexpr (S == kHalves) {
+          first[r][v] = load_half(w[r] + v * W * 2);
+        } else {
+          first[r][v] = load_first((const uint16_t*)w[r] + v * W * 2);
+          second[r][v] = load_second((const uint16_t*)w[r] + v * W * 2);
+        }
+      }
+      w[r] += kLine;
+    }
+    hint.at += (uintptr_t)hint.step;
+#pragma GCC unroll 16
+    for (int t = 0; t < T; ++t) {
+      const vf in = splat(x[k * T + t]);
+#pragma GCC unroll 2
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) acc[u][r][t][v] += first[r][v] * in;
+      }
+      if constexpr (S == kPairs) {
+        const vf next = splat(x[(k + 1) * T + t]);
+#pragma GCC unroll 2
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) acc[u][r][t][v] += second[r][v] * next;
+        }
+      }
+    }
+  };
+  ptrdiff_t k = 0;
+  for (; k + U * kStep <= inputs; k += U * kStep) {
+#pragma GCC unroll 8
+    for (int u = 0; u < U; ++u) step(u, k + u * kStep);
+  }
+  for (; k < inputs; k += kStep) step(0, k);
+#pragma GCC unroll 16
+  for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        vf sum = acc[0][r][t][v];
+#pragma GCC unroll 8
+        for (int u = 1; u < U; ++u) sum += acc[u][r][t][v];
+        float* const to = c + t * ldc + r * kLanes + v * W;
+        store(to, load(to) + sum);
+      }
+    }
+  }
+}
+
+template <int R, Source S, int Most>
+static void float_tiles(ptrdiff_t tokens, const uint8_t* const* columns, ptrdiff_t inputs, const float* x,
+                        float* c, ptrdiff_t ldc, const Hint& hint) {
+  if constexpr (Most > 1) {
+    if (tokens < Most) return float_tiles<R, S, Most - 1>(tokens, columns, inputs, x, c, ldc, hint);
+  }
+  float_tile<R, Most, S>(columns, inputs, x, c, ldc, hint);
+}
+
+// ---- integer tiles ----
+
+// How a column's codes are scaled: once at the end (one scale a row), by groups, or by groups with a minimum.
+enum Scaling { kByRow, kByGroup, kByGroupWithMinimum };
+
+struct IntTile {
+  const uint8_t* columns[2];  // where the first block begins
+  ptrdiff_t inputs;           // whole blocks, but for the matrix's last
+  ptrdiff_t group, block;     // inputs
+  ptrdiff_t header;           // bytes, of a whole block
+  const int8_t* q;
+  const float* scale;
+  const int32_t* start;
+  const float* sum;
+  float* c;
+  ptrdiff_t ldc;
+  Hint hint;
+};
+
+// c += as in float_tile. Nibbles: codes of 4 bits, two to a byte.
+template <int R, int T, bool Nibbles, Scaling S>
+static void int_tile(const IntTile& tile) {
+  vf acc[R][T][V];
+#pragma GCC unroll 2
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) acc[r][t][v] = load(tile.c + t * tile.ldc + r * kLanes + v * W);
+    }
+  }
+  const uint8_t* w[R];
+#pragma GCC unroll 2
+  for (int r = 0; r < R; ++r) w[r] = tile.columns[r];
+  const ptrdiff_t group = tile.group;
+  const int8_t* q = tile.q;
+  Hint hint = tile.hint;
+  ptrdiff_t g = 0;
+  for (ptrdiff_t k0 = 0; k0 < tile.inputs; k0 += tile.block) {
+    const ptrdiff_t inputs = imin(tile.block, tile.inputs - k0), groups = div_up(inputs, group);
+    const uint8_t* scales[R];
+    const ptrdiff_t header =
+        S == kByRow || inputs == tile.block ? tile.header : round_up(groups * (S == kByGroup ? 32 : 64), 64);
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) {
+      scales[r] = w[r];
+      w[r] += header;
+    }
+    for (ptrdiff_t i = 0; i < groups; ++i, ++g) {
+      vi sum[R][T][V];
+#pragma GCC unroll 16
+      for (int t = 0; t < T; ++t) {
+        const vi start = splat_i(tile.start[g * T + t]);
+#pragma GCC unroll 2
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) sum[r][t][v] = start;
+        }
+      }
+      const ptrdiff_t n = imin(group, inputs - i * group);
+      constexpr int kStep = Nibbles ? 8 : 4;
+      for (ptrdiff_t k = 0; k < n; k += kStep, q += kStep * T) {
+        vi low[R][V], high[R][V];
+#pragma GCC unroll 2
+        for (int r = 0; r < R; ++r) {
+          __builtin_prefetch((const void*)(hint.at + (uintptr_t)(r * hint.pitch)), 0, 3);
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) {
+            const vi codes = load_i(w[r] + v * W * 4);
+            if constexpr (Nibbles) {
+              low[r][v] = codes & 0x0f0f0f0f;
+              high[r][v] = (vi)((vu)codes >> 4) & 0x0f0f0f0f;
+            } else {
+              low[r][v] = codes;
+            }
+          }
+          w[r] += 64;
+        }
+        hint.at += (uintptr_t)hint.step;
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t) {
+          const vi x = splat4(q + t * 4);
+#pragma GCC unroll 2
+          for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) {
+              sum[r][t][v] = Nibbles ? dot4_small(sum[r][t][v], low[r][v], x) : dot4(sum[r][t][v], low[r][v], x);
+            }
+          }
+        }
+        if constexpr (Nibbles) {
+#pragma GCC unroll 16
+          for (int t = 0; t < T; ++t) {
+            const vi x = splat4(q + (T + t) * 4);
+#pragma GCC unroll 2
+            for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+              for (int v = 0; v < V; ++v) sum[r][t][v] = dot4_small(sum[r][t][v], high[r][v], x);
+            }
+          }
+        }
+      }
+#pragma GCC unroll 2
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) {
+          const vf scale = S == kByRow ? vf{} : load_half(scales[r] + i * 32 + v * W * 2);
+          const vf least = S == kByGroupWithMinimum ? load_half(scales[r] + (groups + i) * 32 + v * W * 2) : vf{};
+#pragma GCC unroll 16
+          for (int t = 0; t < T; ++t) {
+            const vf value = __builtin_convertvector(sum[r][t][v], vf);
+            const float s = tile.scale[g * T + t];
+            acc[r][t][v] += S == kByRow ? value * s : value * (scale * s);
+            if constexpr (S == kByGroupWithMinimum) acc[r][t][v] += least * tile.sum[g * T + t];
+          }
+        }
+      }
+    }
+  }
+#pragma GCC unroll 2
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) store(tile.c + t * tile.ldc + r * kLanes + v * W, acc[r][t][v]);
+    }
+  }
+}
+
+template <int R, bool Nibbles, Scaling S, int Most>
+static void int_tiles(ptrdiff_t tokens, const IntTile& tile) {
+  if constexpr (Most > 1) {
+    if (tokens < Most) return int_tiles<R, Nibbles, S, Most - 1>(tokens, tile);
+  }
+  int_tile<R, Most, Nibbles, S>(tile);
+}
+
+template <int R, bool Nibbles, int Most>
+static void int_tiles(ptrdiff_t tokens, const IntTile& tile, Scaling s) {
+  if (s == kByGroupWithMinimum) return int_tiles<R, Nibbles, kByGroupWithMinimum, Most>(tokens, tile);
+  if (s == kByGroup) return int_tiles<R, Nibbles, kByGroup, Most>(tokens, tile);
+  if constexpr (!Nibbles) int_tiles<R, Nibbles, kByRow, Most>(tokens, tile);
+}
+
