@@ -1,4 +1,4 @@
-"""Read the feed-forward networks of a checkpoint: safetensors (Hugging Face names) and GGUF."""
+"""Read the feed-forward networks of a checkpoint: safetensors (Hugging Face names), GGUF, and what we quantized."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .errors import CheckpointError
 if TYPE_CHECKING:  # they import torch, which the table of model types (.config) does not need
     from . import assemble
     from .assemble import FFN
+    from .quantized import PackedFFN
 
 __all__ = ["Checkpoint", "CheckpointError", "Layers", "load"]
 
@@ -24,11 +25,12 @@ Layer = int | str
 class Layers(Mapping[Layer, Weights]):
     """layer -> Weights, read from the file each time a layer is asked for and not kept."""
 
-    def __init__(self, ffns: Mapping[Layer, FFN]) -> None:
-        self._ffns = ffns
+    def __init__(self, ffns: Mapping[Layer, FFN | PackedFFN], packed: bool = False) -> None:
+        self._ffns, self._packed = ffns, packed
 
     def __getitem__(self, layer: Layer) -> Weights:
-        return self._ffns[layer].read()
+        ffn = self._ffns[layer]
+        return ffn.read_packed() if self._packed else ffn.read()
 
     def __iter__(self) -> Iterator[Layer]:
         return iter(self._ffns)
@@ -51,16 +53,25 @@ class Checkpoint:
              when the model has one stack of layers, else "encoder.0", "decoder.0", …  A layer's tensors are views of
              the memory-mapped file (of a copy where the file does not align them): transposed views where the file
              stores [in, out], halves where it fuses gate and up; GGUF's blocks are decoded to float32 anew each time.
-             Writing into a view changes neither the file nor another process's view of it.
+             Writing into a view changes neither the file nor another process's view of it. With `packed`, and for
+             folders of quantized FFNs: `kernels.packed.PackedMatrix` matrices, see `load`.
     layouts  layer -> Layout, how the matrices lay in the file.
     config   config.json's content; for GGUF its metadata, without arrays of strings and arrays over 4096 values.
     notes    what was decided on reading, one sentence each: the activation and why, files not read, …
+    packed   whether the matrices are packed ones.
     """
 
-    def __init__(self, path: Path, ffns: dict[Layer, FFN], config: dict[str, Any], notes: list[str]) -> None:
-        self.path, self.config, self.notes = path, config, notes
+    def __init__(
+        self,
+        path: Path,
+        ffns: Mapping[Layer, FFN | PackedFFN],
+        config: dict[str, Any],
+        notes: list[str],
+        packed: bool = False,
+    ) -> None:
+        self.path, self.config, self.notes, self.packed = path, config, notes, packed
         self._ffns = ffns
-        self.ffns = Layers(ffns)
+        self.ffns = Layers(ffns, packed)
         self.layouts: dict[Layer, Layout] = {layer: ffn.layout for layer, ffn in ffns.items()}
 
     def spec(self, layer: Layer) -> Spec:
@@ -72,13 +83,16 @@ class Checkpoint:
         return f"Checkpoint({str(self.path)!r}, {len(self._ffns)} layers, {first.describe()})"
 
 
-def load(path: str | os.PathLike[str], activation: str | None = None) -> Checkpoint:
+def load(path: str | os.PathLike[str], activation: str | None = None, packed: bool = False) -> Checkpoint:
     """Open a checkpoint and find the FFN of every layer, without reading its tensors.
 
     path        a Hugging Face folder (config.json, and model.safetensors or an index with its shards), a .safetensors
-                file (a config.json beside it is used), or a .gguf file.
+                file (a config.json beside it is used), a .gguf file, or a folder that `fanfold quantize` wrote.
     activation  an activation's name or a gated variant ("silu", "swiglu", …), for files that do not say it or say it
                 wrongly. It wins over the file.
+    packed      give the matrices packed for the kernels, in the format that the file has, bit by bit: GGUF's Q8_0,
+                Q4_0 and Q4_1 as q8_0, q4_0 and q4_1 with the file's own codes and scales, F32, BF16 and F16 as they
+                are; biases become float32. One layer is in memory at a time, once. Quantized folders always are.
 
     The activation comes, in this order, from `activation=`; from the code of the model type where that fixes it
     (BLOOM, MPT); from the field of config.json that this model type reads; from that model type's default. `notes`
@@ -98,15 +112,24 @@ def load(path: str | os.PathLike[str], activation: str | None = None) -> Checkpo
     if kind == "gguf":
         from .open_gguf import open_gguf
 
-        return _checkpoint(where, *open_gguf(where, activation))
+        return _checkpoint(where, *open_gguf(where, activation, packed), packed)
+    if kind == "folder":
+        from . import quantized
+
+        if quantized.is_quantized(where):
+            if activation is not None:
+                raise CheckpointError(f"{where}: activation={activation!r}: a folder of quantized FFNs states its own")
+            return Checkpoint(where, *quantized.open_quantized(where), packed=True)
     from .open_hf import open_hf
 
     found = folder.read_folder(where) if kind == "folder" else folder.read_single(where)
-    return _checkpoint(where, *open_hf(found, activation))
+    return _checkpoint(where, *open_hf(found, activation), packed)
 
 
-def _checkpoint(path: Path, ffns: dict[assemble.Key, FFN], config: dict[str, Any], notes: list[str]) -> Checkpoint:
-    return Checkpoint(path, _labelled(ffns), config, notes)
+def _checkpoint(
+    path: Path, ffns: dict[assemble.Key, FFN], config: dict[str, Any], notes: list[str], packed: bool
+) -> Checkpoint:
+    return Checkpoint(path, _labelled(ffns), config, notes, packed)
 
 
 def _labelled(ffns: dict[assemble.Key, FFN]) -> dict[Layer, FFN]:

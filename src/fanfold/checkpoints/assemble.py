@@ -12,6 +12,7 @@ import torch
 from ..layout import GATE_UP, SEPARATE, Layout
 from ..spec import Spec
 from ..weights import Weights
+from . import packed
 from .config import Choice, stated
 from .errors import CheckpointError, show, some
 from .names import DOWN, EITHER_WAY, FUSED, GATE, UP, Place, Rule, is_expert, place, strip_wrappers
@@ -114,6 +115,20 @@ class FFN:
                 arrays[f"gate{end}"], arrays[f"up{end}"] = self.layout.split(array)
             else:
                 arrays[f"{role}{end}"] = array.t() if self.layout.transposed and kind == "weight" else array
+        return Weights(self.spec, **arrays)
+
+    def read_packed(self) -> Weights:
+        """The FFN's matrices as `PackedMatrix` in the file's own formats, biases float32; see `load`."""
+        arrays: dict[str, Any] = {}
+        for (role, kind), ref in self.parts.items():
+            if kind == "bias":
+                array = ref.read().float().contiguous()
+                split = self.layout.split(array) if role == FUSED else ()
+                arrays |= {f"gate_{kind}": split[0], f"up_{kind}": split[1]} if split else {f"{role}_{kind}": array}
+            elif role == FUSED:
+                arrays["gate"], arrays["up"] = packed.halves(ref, self.layout)
+            else:
+                arrays[role] = packed.whole(ref, self.layout)
         return Weights(self.spec, **arrays)
 
 

@@ -17,8 +17,13 @@ from .tensors import BLOCKS
 _STACKS = {"enc.": "encoder.", "dec.": "decoder."}
 
 
-def open_gguf(path: Path, activation: str | None) -> tuple[dict[Key, FFN], dict[str, Any], list[str]]:
-    """(the FFNs by stack and layer, metadata, notes). Raises CheckpointError."""
+def open_gguf(
+    path: Path, activation: str | None, packed: bool = False
+) -> tuple[dict[Key, FFN], dict[str, Any], list[str]]:
+    """(the FFNs by stack and layer, metadata, notes). Raises CheckpointError.
+
+    packed  whether the FFNs will be read packed: then blocks keep their codes, and the notes say so.
+    """
     metadata, refs = read_header(path)
     arch = metadata.get("general.architecture")
     _refuse(path, metadata, "split.count", 1, "is one part of several: merge them")
@@ -36,7 +41,8 @@ def open_gguf(path: Path, activation: str | None) -> tuple[dict[Key, FFN], dict[
     _check_layers(path, groups, metadata, arch)
     formats = {ref.format for ffn in ffns.values() for ref in ffn.parts.values()} & set(BLOCKS)
     if formats:
-        notes.append(f"{', '.join(sorted(formats))} tensors are decoded to float32")
+        fate = "keep their own codes" if packed else "are decoded to float32"
+        notes.append(f"{', '.join(sorted(formats))} tensors {fate}")
     return ffns, metadata, [f"activation {choice.activation}: {choice.reason}", *notes]
 
 

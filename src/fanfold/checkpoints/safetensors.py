@@ -26,7 +26,12 @@ _BITS = {
 
 
 def read_header(path: Path) -> dict[str, TensorRef]:
-    """Every tensor of the file by name. Reads the header only.
+    """Every tensor of the file by name. Reads the header only. Raises CheckpointError as `read_described` does."""
+    return read_described(path)[0]
+
+
+def read_described(path: Path) -> tuple[dict[str, TensorRef], dict[str, str]]:
+    """(every tensor of the file by name, its metadata). Reads the header only.
 
     Raises CheckpointError on anything that the format does not allow: a length beyond the file or 100 MB, bad UTF-8
     or JSON, duplicate names, unknown dtypes, wrong shapes or offsets, overlaps, holes, trailing bytes.
@@ -44,15 +49,14 @@ def read_header(path: Path) -> dict[str, TensorRef]:
     if text[:1] != b"{":
         raise CheckpointError(f"{path}: the header begins with {show(text[:1])}, expected a JSON object")
     header = parse(text, f"{path}: header")
-    _check_metadata(path, header.pop("__metadata__", None))
+    metadata = header.pop("__metadata__", None) or {}
+    _check_metadata(path, metadata)
     refs = {name: _tensor(file, name, entry, 8 + length) for name, entry in header.items()}
     check_places(path, list(refs.values()), 8 + length, file.size)
-    return refs
+    return refs, metadata
 
 
 def _check_metadata(path: Path, metadata: Any) -> None:
-    if metadata is None:
-        return
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"{path}: __metadata__ is {show(metadata)}, expected an object of strings")
 

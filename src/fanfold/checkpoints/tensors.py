@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from .. import formats
 from .errors import CheckpointError, show
 
 # The formats that an FFN's tensors may have and that need no decoding; one name for safetensors and GGUF.
@@ -90,6 +91,15 @@ class TensorRef:
         else:  # safetensors may begin its data anywhere
             flat = torch.frombuffer(bytearray(self.file.data[self.start : self.start + self.nbytes]), dtype=dtype)
         return flat.reshape(self.shape)
+
+    def quantized(self) -> formats.Quantized:
+        """The codes and scales of a matrix in BLOCKS, as they lie in the file."""
+        return formats.from_gguf_blocks(self.raw().numpy(), self.format.lower(), (self.shape[0], self.shape[1]))
+
+    def raw(self) -> torch.Tensor:
+        """The tensor's bytes [nbytes] uint8: a view of the mapped file."""
+        self.file.check_size()
+        return torch.frombuffer(self.file.data, dtype=torch.uint8, count=self.nbytes, offset=self.start)
 
     def _decoded(self) -> torch.Tensor:
         import numpy as np
