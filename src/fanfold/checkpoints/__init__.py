@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # they import torch, which the table of model types (.config)
     from . import assemble
     from .assemble import FFN
     from .quantized import PackedFFN
+    from .tensors import TensorRef
 
 __all__ = ["Checkpoint", "CheckpointError", "Layers", "load"]
 
@@ -77,6 +78,10 @@ class Checkpoint:
     def spec(self, layer: Layer) -> Spec:
         """The Spec of one layer, without reading its tensors. Raises KeyError if there is no such layer."""
         return self._ffns[layer].spec
+
+    def refs(self, layer: Layer) -> list[TensorRef]:
+        """Where the tensors of one layer lie."""
+        return list(self._ffns[layer].parts.values())
 
     def __repr__(self) -> str:
         first = next(iter(self._ffns.values())).spec

@@ -40,13 +40,13 @@ class PackedFFN:
 
     spec: Spec
     matrices: dict[str, dict[str, str]]  # name -> format and activations
-    refs: dict[str, TensorRef]
+    parts: dict[str, TensorRef]
     layout: Layout = field(default_factory=Layout)
 
     def read(self) -> Weights:
         """Its Weights of `PackedMatrix`: the mapped file itself, in the kernels' reading order."""
         arrays: dict[str, Any] = {}
-        for name, ref in self.refs.items():
+        for name, ref in self.parts.items():
             if name in self.matrices:
                 said = self.matrices[name]
                 arrays[name] = PackedMatrix(said["format"], shape_of(self.spec, name), ref.raw(), said["activations"])

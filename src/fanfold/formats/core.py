@@ -108,6 +108,11 @@ def quantize_activations(x: Array, format: str) -> tuple[Array, Array]:
     return codes.reshape(t, -1)[:, :k].astype(np.int8), scale
 
 
+def group(format: str) -> int:
+    """Weights of a row that share a scale; 0: all of them."""
+    return stored.get(format).group
+
+
 def activation_group(format: str) -> int:
     """Inputs whose activations share a scale."""
     return stored.get(format).group or 128

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import count_verbs
+from . import count_verbs, quantize_verb
 from .failures import INTERRUPTED, guarded, usage
 from .output import emit, progress, stdout_kept
 
@@ -190,6 +190,7 @@ def demo(repeats: Repeats = 5, json: Json = False) -> None:
 
 app.command()(count_verbs.size)
 app.command()(count_verbs.cost)
+app.command()(quantize_verb.quantize)
 
 
 @app.command()
