@@ -95,7 +95,8 @@ def _labels(figure: Any, ax: Any, labelled: Sequence[tuple[str, dict[str, Any]]]
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
-    figure.canvas.draw()  # the layout is final from here on
+    figure.canvas.draw()
+    figure.set_layout_engine("none")  # labels must not move what they were placed by
     renderer = figure.canvas.get_renderer()
     frame = ax.get_window_extent(renderer)
     taken = [ax.get_legend().get_window_extent(renderer)]
