@@ -444,15 +444,15 @@ def test_the_printed_report_tells_of_own_code() -> None:
 
 def test_a_named_format_that_is_not_kept_gives_the_very_weights_back(monkeypatch) -> None:
     """Left by the verification, or rolled back: rounding must not stay behind without a word."""
-    from fanfold.kernels import cpu
+    from fanfold.kernels import packed
     from fanfold.models import swap as swap_module
 
     module = M().eval()
     before = {k: v.clone() for k, v in module.state_dict().items()}
-    real = cpu.attempt
+    real = packed.forward
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "attempt", lambda x, w: torch.zeros_like(real(x, w)))
-        patch.setattr(cpu, "prepare", lambda x, w: None)
+        patch.setattr(packed, "forward", lambda x, w: torch.zeros_like(real(x, w)))
+        patch.setattr(packed, "prepare", lambda x, w: None)
         report = ff.swap(module, format="bf16")
     assert "verification failed" in report.rows[0].reason
     assert all(v.dtype == torch.float32 and torch.equal(v, before[k]) for k, v in module.state_dict().items())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..weights import Weights
-from . import cpu
+from . import cpu, packed
 from . import torch as torch_ops
 
 BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "torch": torch_ops}
@@ -51,6 +51,21 @@ def resolve(backend: str) -> str:
     return backend
 
 
+def cpu_why_not(x: Any, weights: Weights) -> str | None:
+    """None if the cpu backend can run weights in place or packed ones, else the reason."""
+    return packed.why_not(x, weights) if packed.is_packed(weights) else cpu.why_not(x, weights)
+
+
+def _cpu_attempt(x: Tensor, weights: Weights) -> Tensor | str:
+    if packed.is_packed(weights):
+        return packed.why_not(x, weights) or packed.forward(x, weights)
+    return cpu.attempt(x, weights)
+
+
+def _cpu_forward(x: Tensor, weights: Weights) -> Tensor:
+    return packed.forward(x, weights) if packed.is_packed(weights) else cpu.forward(x, weights)
+
+
 def needs_grad(x: Tensor, weights: Weights) -> bool:
     """Whether autograd would record this call."""
     if not torch.is_grad_enabled():
@@ -62,7 +77,7 @@ def _auto_objection(x: Tensor, weights: Weights) -> str | None:
     """Why `auto` would not take the cpu backend although it could run."""
     if needs_grad(x, weights):
         return "gradients are needed: PyTorch's own ops keep what backward needs, the cpu kernel would recompute it"
-    return cpu.slower_than_torch(x, weights.up)
+    return None if packed.is_packed(weights) else cpu.slower_than_torch(x, weights.up)
 
 
 def choose(x: Tensor, weights: Weights, backend: str = "auto") -> tuple[str, str]:
@@ -70,11 +85,11 @@ def choose(x: Tensor, weights: Weights, backend: str = "auto") -> tuple[str, str
     backend = resolve(backend)
     seen = torch_ops.transform_active()
     if backend != "auto":
-        reason = (seen if backend == "cpu" else None) or BACKENDS[backend].why_not(x, weights)
+        reason = (seen or cpu_why_not(x, weights)) if backend == "cpu" else torch_ops.why_not(x, weights)
         if reason is not None:
             raise BackendError(f"backend {backend!r} cannot run this call: {reason}")
         return backend, "named"
-    reason = seen or cpu.why_not(x, weights) or _auto_objection(x, weights)
+    reason = seen or cpu_why_not(x, weights) or _auto_objection(x, weights)
     if reason is None:
         return "cpu", "first choice on a CPU"
     fallback = torch_ops.why_not(x, weights)
@@ -92,12 +107,12 @@ def run(x: Tensor, weights: Weights, backend: str) -> Tensor:
             return y
     name, _ = choose(x, weights, backend)
     record(name)
-    return BACKENDS[name].forward(x, weights)
+    return _cpu_forward(x, weights) if name == "cpu" else torch_ops.forward(x, weights)
 
 
 def attempt(x: Tensor, weights: Weights) -> Tensor | str:
     """The cpu backend's result, or the reason why it cannot run this call."""
-    y = torch_ops.transform_active() or cpu.attempt(x, weights)
+    y = torch_ops.transform_active() or _cpu_attempt(x, weights)
     if not isinstance(y, str):
         record("cpu")
     return y
@@ -106,7 +121,7 @@ def attempt(x: Tensor, weights: Weights) -> Tensor | str:
 def run_seen(x: Tensor, weights: Weights, backend: str) -> Tensor:
     """`run` inside our own operator: PyTorch's transforms have already seen the call."""
     if backend == "cpu" or (backend == "auto" and _auto_objection(x, weights) is None):
-        y = cpu.attempt(x, weights)
+        y = _cpu_attempt(x, weights)
         if not isinstance(y, str):
             record("cpu")
             return y
@@ -141,7 +156,7 @@ def explain(x: Any, weights: Weights, backend: str = "auto") -> list[Candidate]:
         chosen, why = None, str(error)
     out = []
     for name, module in BACKENDS.items():
-        reason = module.why_not(x, weights)
+        reason = cpu_why_not(x, weights) if name == "cpu" else module.why_not(x, weights)
         if name == chosen:
             out.append(Candidate(name, True, why))
         elif reason is not None:

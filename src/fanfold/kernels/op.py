@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..spec import Spec
 from ..weights import Weights
-from . import dispatch
+from . import dispatch, packed, packed_op
 from . import torch as torch_ops
 
 _NAMES = ("up", "down", "gate", "up_bias", "gate_bias", "down_bias")
@@ -81,12 +81,15 @@ def ffn(x: Tensor, weights: Weights, backend: str = "auto") -> Tensor:
 
     y = down @ (act(gate @ x) * (up @ x))
     x  [..., d_model] float32 or bfloat16 (any float dtype with the torch backend)  ->  [..., d_model], x's dtype.
+    weights  tensors of one dtype, or packed matrices (`kernels.packed`), which the torch backend dequantizes.
     backend  "auto", or a name that then runs or raises. `dispatch.last_backend()` says which one ran.
     Sums accumulate in float32; error <= 2 x torch eager in x's dtype. Differentiable.
     Raises BackendError, with the reason. Reference: Shazeer 2020, arXiv:2002.05202.
     """
     grads = dispatch.needs_grad(x, weights)
     named = dispatch.resolve(backend)
+    if packed.is_packed(weights):
+        return _packed(x, weights, named, grads)
     if grads and named == "cpu" and x.dtype != weights.up.dtype:
         raise dispatch.BackendError(
             f"backend 'cpu' cannot run this call: gradients need x and weights of one dtype, got {x.dtype} and "
@@ -97,3 +100,14 @@ def ffn(x: Tensor, weights: Weights, backend: str = "auto") -> Tensor:
         tensors = [getattr(weights, name) for name in _NAMES]
         return torch.ops.fanfold.ffn(x, *tensors, weights.spec.to_json(), named)
     return dispatch.run(x, weights, backend)
+
+
+def _packed(x: Tensor, weights: Weights, named: str, grads: bool) -> Tensor:
+    if grads and named == "cpu":
+        raise dispatch.BackendError(
+            "backend 'cpu' cannot run this call: packed weights are for inference, and a gradient is needed (use "
+            "torch.no_grad(), or backend 'torch')"
+        )
+    if torch.compiler.is_compiling() and named != "torch" and not grads:
+        return packed_op.call_ffn(x, weights, packed_op.describe_ffn(weights))
+    return dispatch.run(x, weights, named)

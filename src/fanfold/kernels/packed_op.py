@@ -57,10 +57,18 @@ def _matrix(data: Tensor, kind: _Kind) -> PackedMatrix:
     return PackedMatrix(format, shape, data, activations)
 
 
-# A bound call is a function of addresses and of what lies there, which is its key: nothing in it can grow stale.
+def _check_sizes(kind: _Kind, n_bytes: int, bias: int, n_bias: int) -> None:
+    format, (n, k), _ = kind
+    expected = packed.packed_bytes(format, n, k)
+    if n_bytes != expected or (bias and n_bias != n):
+        raise ValueError(f"{n_bytes} bytes and {n_bias} biases given for {format} [{n}, {k}]: expected {expected}, {n}")
+
+
+# A bound call is a function of addresses and sizes, which are its key: nothing in it can grow stale.
 @functools.lru_cache(maxsize=4096)
-def _bound_linear(isa: str, dtype: torch.dtype, data: int, bias: int, kind: _Kind) -> Any:
+def _bound_linear(isa: str, dtype: torch.dtype, data: int, n_bytes: int, bias: int, n_bias: int, kind: _Kind) -> Any:
     format, (n, k), activations = kind
+    _check_sizes(kind, n_bytes, bias, n_bias)
     part = (data, packed._IDS[format], n, k, bias, activations == "int8")
     return cpu._cpu.bind_packed_linear(cpu._ISA_IDS[isa], cpu._DTYPES[dtype], part).run
 
@@ -69,23 +77,29 @@ def linear(x: Tensor, data: Tensor, bias: Tensor | None, description: str) -> Te
     """`packed.linear` on the bytes `data`.  x  [..., K]  ->  [..., N]. Raises ValueError where that does."""
     kind = _kind(description)
     at = data.data_ptr()
-    if at % packed.ALIGN or x.dtype not in cpu._DTYPES or (bias is not None and bias.dtype is not torch.float32):
+    n, k = kind[1]
+    if at % packed.ALIGN or x.dtype not in cpu._DTYPES or x.shape[-1] != k or not _plain_bias(bias):
         return packed.linear(x, _matrix(data, kind), bias)
     dispatch.record("cpu")
-    n, k = kind[1]
     rows, stride, tokens = cpu._rows(x, k)
     y = x.new_empty((*x.shape[:-1], n))
-    run = _bound_linear(cpu.isa(), x.dtype, at, 0 if bias is None else bias.data_ptr(), kind)
+    place, n_bias = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
+    run = _bound_linear(cpu.isa(), x.dtype, at, data.numel(), place, n_bias, kind)
     run(torch.get_num_threads(), rows.data_ptr(), stride, y.data_ptr(), n, tokens)
     return y
 
 
+def _plain_bias(bias: Tensor | None) -> bool:
+    return bias is None or (bias.dtype is torch.float32 and bias.is_contiguous() and bias.is_cpu)
+
+
 @functools.lru_cache(maxsize=1024)
-def _bound_ffn(isa: str, dtype: torch.dtype, places: tuple[int, ...], description: str) -> Any:
+def _bound_ffn(isa: str, dtype: torch.dtype, places: tuple[int, ...], sizes: tuple[int, ...], description: str) -> Any:
     spec, kinds = _ffn_kind(description)
     parts = []
-    for name, data, bias in zip(("gate", "up", "down"), places[:3], places[3:]):
+    for i, (name, data, bias) in enumerate(zip(("gate", "up", "down"), places[:3], places[3:])):
         if name in kinds:
+            _check_sizes(kinds[name], sizes[i], bias, sizes[i + 3])
             format, (n, k), activations = kinds[name]
             parts.append((data, packed._IDS[format], n, k, bias, activations == "int8"))
         else:
@@ -104,14 +118,18 @@ def ffn(
     description: str,
 ) -> Tensor:
     """`packed.forward` on bytes.  x  [..., d_model]  ->  [..., d_model]. Raises ValueError where that does."""
-    places = tuple(cpu._pointer(t) for t in (gate, up, down, gate_bias, up_bias, down_bias))
-    if any(p % packed.ALIGN for p in places[:3]) or x.dtype not in cpu._DTYPES:
+    tensors = (gate, up, down, gate_bias, up_bias, down_bias)
+    places = tuple(cpu._pointer(t) for t in tensors)
+    spec, _ = _ffn_kind(description)
+    plain = x.dtype in cpu._DTYPES and x.shape[-1] == spec.d_model and all(map(_plain_bias, tensors[3:]))
+    if any(p % packed.ALIGN for p in places[:3]) or not plain:
         return packed.forward(x, _weights(gate, up, down, gate_bias, up_bias, down_bias, description))
     dispatch.record("cpu")
     d = x.shape[-1]
     rows, stride, tokens = cpu._rows(x, d)
     y = x.new_empty(x.shape)
-    run = _bound_ffn(cpu.isa(), x.dtype, places, description)
+    sizes = tuple(0 if t is None else t.numel() for t in tensors)
+    run = _bound_ffn(cpu.isa(), x.dtype, places, sizes, description)
     run(torch.get_num_threads(), rows.data_ptr(), stride, y.data_ptr(), d, tokens)
     return y
 

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from .. import activations
 from ..spec import Spec
 from ..weights import Weights
+from . import packed
 
 # aliases: each look-up through the torch module costs a cache miss in a decoding model
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -35,16 +36,25 @@ def coefficients(spec: Spec, up: Tensor, gate: Tensor | None) -> Tensor:
 def forward(x: Tensor, weights: Weights, training: bool = False) -> Tensor:
     """y = down(act(gate x) * (up x)) in x's dtype; each matrix product rounds its result to that dtype.
 
-    x  [..., d_model], the dtype and device of the weights (autocast applies as to nn.Linear).
+    x  [..., d_model], the dtype and device of the weights (autocast applies as to nn.Linear). Packed matrices are
+       dequantized to x's dtype for this one call.
     training  apply the spec's dropout to the coefficients.
     """
     spec = weights.spec
+    if packed.is_packed(weights):
+        weights = dequantized(weights, x.dtype)
     up = F.linear(x, weights.up, weights.up_bias)
     gate = F.linear(x, weights.gate, weights.gate_bias) if spec.gated else None
     m = coefficients(spec, up, gate)
     if training and spec.dropout:
         m = F.dropout(m, spec.dropout, training=True)
     return F.linear(m, weights.down, weights.down_bias)
+
+
+def dequantized(weights: Weights, dtype: torch.dtype) -> Weights:
+    """Packed weights as tensors of `dtype`: integer formats are made in float32 and rounded once."""
+    matrices = {n: v.dequantize() if type(v) is packed.PackedMatrix else v for n, v in weights.items()}
+    return Weights.unchecked(weights.spec, **{name: value.to(dtype) for name, value in matrices.items()})
 
 
 def transform_active() -> str | None:
@@ -69,8 +79,16 @@ def autocast_on(x: Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
+def _kind(x: object) -> str:
+    return f"{x.dtype} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+
+
 def why_not(x: Tensor, weights: Weights) -> str | None:
     """None if this backend can run, else the reason."""
+    if packed.is_packed(weights):
+        if not isinstance(x, Tensor) or not x.is_cpu or not x.is_floating_point():
+            return f"x is {_kind(x)}, expected a float CPU tensor beside packed weights"
+        return None
     if not isinstance(weights.up, Tensor):
         return f"weights are {type(weights.up).__name__}, not torch tensors"
     if not isinstance(x, Tensor):

@@ -33,7 +33,8 @@ def default_inputs(model: nn.Module) -> dict[str, Any] | None:
     return out
 
 
-def _placed(value: Any, like: Tensor) -> Any:
+def placed(value: Any, like: Tensor) -> Any:
+    """A tensor on the device of `like`, and in its dtype if it is a float one; anything else as it is."""
     if not isinstance(value, Tensor):
         return value
     return value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
@@ -62,11 +63,11 @@ def record_calls(
         model.eval()
         with torch.no_grad():
             if isinstance(inputs, dict):
-                model(**{k: _placed(v, like) for k, v in inputs.items()})
+                model(**{k: placed(v, like) for k, v in inputs.items()})
             elif isinstance(inputs, (tuple, list)):
-                model(*(_placed(v, like) for v in inputs))
+                model(*(placed(v, like) for v in inputs))
             else:
-                model(_placed(inputs, like))
+                model(placed(inputs, like))
     except Exception as failure:  # the model is somebody else's code: whatever it raises is the reason we report
         error = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
     finally:

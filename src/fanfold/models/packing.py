@@ -1,76 +1,121 @@
-"""Formats that own their weights: convert the linears' parameters, and put them back."""
+"""Named formats: pack the matrices of linears, one at a time, and put them back."""
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 import weakref
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..nn import FORMATS
+from .. import formats
+from ..kernels import packed
+from ..kernels.packed import PackedMatrix
+from ..layout import SEPARATE
+from .linears import matrix
+from .packed_state import PackedLinearState
+from .packed_weight import PackedWeight, make_stub, parameter
 from .states import LinearState
-from .swapped import uninstall
+from .swapped import PackedLinear, install, uninstall
+
+
+def pack(weight: Tensor, format: str) -> PackedMatrix:
+    """A float matrix [out, in] in `format`; integer formats by the rounding of `formats`."""
+    if format in packed._FLOATS:
+        return PackedMatrix.pack(weight, format)
+    plain = weight.detach().to("cpu", torch.float32).contiguous().numpy()
+    return PackedMatrix.pack(formats.quantize_matrix(plain, format))
 
 
 class Packer:
-    """Converts linears to the format; parameters that were tied stay tied.
+    """Packs linears into a format; ones that share a parameter go on sharing it.
 
-    keep  hold the originals for good; else until `release`, so that an FFN that fails its verification gets them back.
+    keep  hold the originals for good; else until `release`, so that what fails its verification gets them back.
     """
 
-    def __init__(self, format: str | None, keep: bool) -> None:
-        self.format, self.keep = format, keep
-        self._tied: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+    def __init__(self, format: str, keep: bool, backend: str) -> None:
+        self.format, self.keep, self.backend = format, keep, backend
+        self._tied: dict[tuple[int, str], tuple[weakref.ref[nn.Parameter], PackedWeight, nn.Parameter]] = {}
 
-    def pack(self, linear: nn.Module, state: LinearState) -> None:
-        if self.format is None:
-            return
-        dtype = FORMATS[self.format]
-        for name, parameter in linear._parameters.items():
-            if parameter is None:
-                continue
-            # Weakly held: an original lives on only while another module still ties to it.
-            original, packed = self._tied.get(id(parameter), (None, None))
-            if original is None or original() is not parameter or packed is None:
-                packed = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-                self._tied[id(parameter)] = (weakref.ref(parameter), packed)
-            state.originals[name] = (parameter.dtype, parameter.requires_grad, parameter)
-            linear._parameters[name] = packed
-            state.packed[name] = (packed, packed._version)
+    def pack(
+        self, linear: Any, path: str, order: str = SEPARATE, given: tuple[PackedMatrix, ...] | None = None
+    ) -> PackedLinearState:
+        """Give `linear` a packed weight and its class.
+
+        order  how gate and up lie in it, if it computes both.
+        given  its parts, where they are packed already.
+        """
+        original: nn.Parameter = linear._parameters["weight"]
+        key = (id(original), order)
+        ref, weight, stub = self._tied.get(key, (None, None, None))
+        # weakly held: an original lives on only while another module still ties to it
+        if ref is None or ref() is not original or weight is None or stub is None:
+            whole = matrix(linear).detach()
+            parts = given or tuple(pack(p, self.format) for p in PackedWeight.split(whole, order))
+            weight, stub = PackedWeight(parts, order), make_stub(original.shape, original.dtype)
+            self._tied[key] = (weakref.ref(original), weight, stub)
+        state = PackedLinearState(path, self.backend, weight, stub, original)
+        install(linear, PackedLinear, state)
+        linear._parameters["weight"] = stub
+        return state
 
     def release(self, states: list[LinearState]) -> None:
-        """Free the originals of FFNs that stay swapped, unless they are to be kept."""
-        if self.keep:
-            return
+        """Free the originals of what stays swapped, unless they are to be kept."""
         for state in states:
-            state.originals = {name: (dtype, grad, None) for name, (dtype, grad, _) in state.originals.items()}
+            if isinstance(state, PackedLinearState) and not self.keep:
+                state.kept = None
 
 
 class Unpacker:
-    """Puts a linear's own parameters back; tied ones are tied again."""
+    """Puts a linear's own parameter back; tied ones are tied again."""
 
     def __init__(self) -> None:
-        self._tied: dict[tuple[int, str], tuple[nn.Parameter, nn.Parameter]] = {}
+        self._tied: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def unpack(self, linear: nn.Module, state: LinearState) -> str:
         """-> what is not as it was before the swap, or ""."""
-        note = ""
-        for name, (dtype, requires_grad, kept) in state.originals.items():
-            packed = linear._parameters[name]
-            assert packed is not None
-            made, version = state.packed.get(name, (packed, None))
-            changed = packed is not made or (version is not None and packed._version != version)
-            key = (id(packed), name)
-            if key not in self._tied:
-                own = nn.Parameter(packed.detach().to(dtype), requires_grad) if kept is None or changed else kept
-                self._tied[key] = (packed, own)  # holding `packed` keeps its id from being used again
-            if changed:
-                note = f"the weights were changed after the swap; they are those, as {state.format} held them"
-            elif kept is None and not (state.format and _holds(FORMATS[state.format], dtype)):
-                note = f"the weights are now the ones rounded to {state.format}"
-            linear._parameters[name] = self._tied[key][1]
-        return note
+        if not isinstance(state, PackedLinearState):
+            return ""
+        if not state.holds(linear):
+            if linear._parameters.get("weight") is state.stub:  # written to all at once: give it memory of its own
+                state.stub.data = state.stub.data.contiguous()
+            return "its weight was exchanged after the swap; it stays as it is now"
+        if id(state.stub) not in self._tied:  # holding the stub keeps its id from being used again
+            self._tied[id(state.stub)] = (state.stub, self._original(linear, state))
+        own = self._tied[id(state.stub)][1]
+        linear._parameters["weight"] = own
+        if state.reloaded:
+            return f"the weights were changed after the swap; they are those, as {state.format} held them"
+        if own is state.kept or _owned(state) is own or _exact(state):
+            return ""
+        done = "rounded to" if state.format in packed._FLOATS else "dequantized from"
+        return f"the weights are now the ones {done} {state.format}"
+
+    def _original(self, linear: nn.Module, state: PackedLinearState) -> nn.Parameter:
+        if not state.reloaded:
+            found = state.kept if state.kept is not None else _owned(state)
+            if found is not None:
+                return found
+        return parameter(state.weight.matrix(state.dtype), linear, state.requires_grad)
+
+
+def _owned(state: PackedLinearState) -> nn.Parameter | None:
+    """The original, where a tied module has gone on holding it."""
+    if state.owner is None or state.reloaded:
+        return None
+    module, name = state.owner
+    found = module._parameters.get(name)
+    return found if found is not None and found.shape == state.stub.shape else None
+
+
+def _exact(state: PackedLinearState) -> bool:
+    """Whether the format holds every value of the original's dtype."""
+    wide = packed._FLOATS.get(state.format or "")
+    return wide is not None and (
+        wide == state.dtype or (wide == torch.float32 and state.dtype in (torch.bfloat16, torch.float16))
+    )
 
 
 def put_back(modules: dict[str, nn.Module]) -> list[str]:
@@ -87,6 +132,13 @@ def put_back(modules: dict[str, nn.Module]) -> list[str]:
     return notes
 
 
-def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether every value of `narrow` has an exact one in `wide`."""
-    return wide == narrow or (wide == torch.float32 and narrow in (torch.bfloat16, torch.float16))
+def release_memory() -> None:
+    """Give what the originals took back to the system: glibc keeps freed blocks that are not at the heap's end."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def integer(format: str | None) -> bool:
+    """Whether a format's weights are integer codes, so that activations may be quantized as well."""
+    return format in formats.INTEGER

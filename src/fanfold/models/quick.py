@@ -8,6 +8,7 @@ change: no hook registered anywhere since, the same children, types, attributes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,22 +59,28 @@ class Quick:
         self,
         call: Any,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         watched: list[_Watched],
         bare: list[nn.Module] | None = None,
         module: Any = None,
+        limit: int | None = None,
+        questions: Sequence[tuple[Any, Any]] | None = None,
     ) -> None:
+        """weight  the first one, by which the limit goes if none is given.
+        questions  (method, answer) pairs to hold the parameters to; default: that each lies where and as it does."""
         self.call, self.dtype, self.width = call, x.dtype, x.shape[-1]
         self.kind = getattr(type(module), "_fanfold_original", None)
         self.forward = getattr(self.kind, "forward", None)
-        self.limit, _ = cpu.torch_limit(x.dtype, weight)
+        self.limit = cpu.torch_limit(x.dtype, weight)[0] if limit is None else limit  # type: ignore[arg-type]
         places = {id(place): place for place, _, value in watched if isinstance(value, (nn.Module, Tensor))}
-        parameters = [value for _, _, value in watched if isinstance(value, Tensor)]
+        if questions is None:
+            parameters = [value for _, _, value in watched if isinstance(value, Tensor)]
+            questions = [(f, f()) for p in parameters for f in _questions(p)]
         self.hooks = RemovableHandle.next_id
         self.sizes = tuple(x for place in places.values() for x in (place, len(place)))
         self.watched = tuple(x for triple in watched for x in triple)
         self.bare = tuple(x for m in bare or () for x in (m, type(m), m.__dict__))
-        self.calls = tuple(x for p in parameters for f in _questions(p) for x in (f, f()))
+        self.calls = tuple(x for pair in questions for x in pair)
 
     def fits(self, x: Any) -> bool:
         """Whether x and the surroundings are of the kind that was prepared for: plain, contiguous, no autograd."""

@@ -12,12 +12,16 @@ from .states import LinearState
 
 @dataclasses.dataclass(kw_only=True)
 class SwapRow:
-    """One FFN of the report.
+    """One FFN of the report, or one other linear (kind "linear": no spec or layout).
 
     status  "swapped" or "left" (then `reason` says why).  backend  what ran in the verification.
     error, error_torch  relative errors of our output and of PyTorch's own against float64;
     ratio   our error as a share of what the tolerance rule allows (at most 1).
-    format_error  what storing the weights in `format` changes by itself (None for format=None).
+    format_error        what storing the weights in `format` changes by itself (None for format=None).
+    quantization_error  the same with the activations quantized too, where they are.
+    activations  {role: "int8" or "float"} where the weights are integer codes;  guard  {role: why}.
+    bytes_before, bytes_after  of its matrices in memory (None for format=None); with a tied table, that one beside it.
+    shape  (n_in, n_out) of a linear.
     """
 
     path: str
@@ -32,6 +36,12 @@ class SwapRow:
     error_torch: float | None = None
     ratio: float | None = None
     format_error: float | None = None
+    quantization_error: float | None = None
+    activations: dict[str, str] = dataclasses.field(default_factory=dict)
+    guard: dict[str, str] = dataclasses.field(default_factory=dict)
+    bytes_before: int | None = None
+    bytes_after: int | None = None
+    shape: tuple[int, int] | None = None
     states: list[LinearState] = dataclasses.field(default_factory=list, repr=False)
 
     @property
@@ -55,50 +65,111 @@ class SwapRow:
         out["layout"] = dataclasses.asdict(self.layout) if self.layout else None
         return out | {"calls": self.calls, "stepped_aside": self.stepped_aside}
 
+    @property
+    def what(self) -> str:
+        """What it computes, in words."""
+        if self.shape is not None:
+            return f"linear {self.shape[0]}->{self.shape[1]}"
+        return self.spec.describe() if self.spec else "?"
+
+    @property
+    def activations_text(self) -> str:
+        kinds = dict.fromkeys(self.activations.values())
+        if len(kinds) < 2:
+            return next(iter(kinds), "-")
+        return ", ".join(f"{role} {kind}" for role, kind in self.activations.items())
+
 
 @dataclasses.dataclass(kw_only=True)
 class SwapReport:
-    """What `swap` did, a row per FFN; prints as a table."""
+    """What `swap` did: a row per FFN, and per other linear with linears="all"; prints as a table.
+
+    calibrated      whether activations were chosen on calibration inputs.
+    argmax_changes  next-token predictions on them that the swap changed, of `argmax_tokens`; None if not counted.
+    notes           what else is to be known.
+    """
 
     rows: list[SwapRow]
+    calibrated: bool = False
+    argmax_changes: int | None = None
+    argmax_tokens: int = 0
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def ffns(self) -> list[SwapRow]:
+        return [row for row in self.rows if row.kind != "linear"]
+
+    @property
+    def linears(self) -> list[SwapRow]:
+        return [row for row in self.rows if row.kind == "linear"]
 
     @property
     def n_swapped(self) -> int:
-        return sum(row.status == "swapped" for row in self.rows)
+        """FFNs that were swapped."""
+        return sum(row.status == "swapped" for row in self.ffns)
+
+    @property
+    def n_linears_swapped(self) -> int:
+        """Linears beside the FFNs' that were swapped."""
+        return sum(row.status == "swapped" for row in self.linears)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"n_swapped": self.n_swapped, "n_ffns": len(self.rows), "rows": [row.to_dict() for row in self.rows]}
+        return {
+            "n_swapped": self.n_swapped,
+            "n_ffns": len(self.ffns),
+            "n_linears_swapped": self.n_linears_swapped,
+            "n_linears": len(self.linears),
+            "calibrated": self.calibrated,
+            "argmax_changes": self.argmax_changes,
+            "argmax_tokens": self.argmax_tokens,
+            "notes": list(self.notes),
+            "rows": [row.to_dict() for row in self.rows],
+        }
 
     def __str__(self) -> str:
-        head = [
-            "path",
-            "ffn",
-            "layout",
-            "format",
-            "backend",
-            "status",
-            "error/allowed",
-            "format error",
-            "calls",
-            "reason",
-        ]
-        lines = [head] + [
-            [
-                row.path or "(root)",
-                row.spec.describe() if row.spec else "?",
-                row.layout.describe() if row.layout else "?",
-                row.format or "in place",
-                row.backend or "-",
-                row.status,
-                "-" if row.ratio is None else f"{row.ratio:.2f}",
-                "-" if row.format_error is None else f"{row.format_error:.1e}",
-                str(row.calls) if row.calls or row.stepped_aside else "-",
-                "; ".join(
-                    [row.reason] * bool(row.reason) + [f"own code {n}x: {r}" for r, n in row.stepped_aside.items()]
-                ),
-            ]
-            for row, aside in ((row, row.stepped_aside.items()) for row in self.rows)
-        ]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines]
-        return "\n".join([*text, f"{self.n_swapped} of {len(self.rows)} FFNs swapped"])
+        columns = {
+            "path": [row.path or "(root)" for row in self.rows],
+            "what": [row.what for row in self.rows],
+            "layout": [row.layout.describe() if row.layout else "-" for row in self.rows],
+            "format": [row.format or "in place" for row in self.rows],
+            "activations": [row.activations_text for row in self.rows],
+            "backend": [row.backend or "-" for row in self.rows],
+            "status": [row.status for row in self.rows],
+            "error/allowed": ["-" if row.ratio is None else f"{row.ratio:.2f}" for row in self.rows],
+            "format error": ["-" if row.format_error is None else f"{row.format_error:.1e}" for row in self.rows],
+            "calls": [str(row.calls) if row.calls or row.stepped_aside else "-" for row in self.rows],
+            "reason": [_reason(row) for row in self.rows],
+        }
+        if not any(row.activations for row in self.rows):
+            del columns["activations"]
+        widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
+        lines = [columns.keys(), *zip(*columns.values())]
+        text = ["  ".join(c.ljust(w) for c, w in zip(line, widths.values())).rstrip() for line in lines]
+        return "\n".join([*text, *self.summary()])
+
+    def summary(self) -> list[str]:
+        """What the report comes to, in lines; the last one counts what was swapped."""
+        lines = list(self.notes)
+        lines += list(
+            dict.fromkeys(
+                f"{row.path}, {role}: float activations: {row.guard.get(role, 'asked for')}"
+                for row in self.rows
+                for role, kind in row.activations.items()
+                if kind == "float" and role in row.guard
+            )
+        )
+        if self.argmax_changes is not None:
+            lines.append(f"{self.argmax_changes} of {self.argmax_tokens} next-token predictions changed")
+        sized = [row for row in self.rows if row.status == "swapped" and row.bytes_before and row.bytes_after]
+        if sized:
+            before, after = (sum(getattr(r, n) or 0 for r in sized) for n in ("bytes_before", "bytes_after"))
+            lines.append(f"their matrices: {before / 1e6:.1f} MB -> {after / 1e6:.1f} MB")
+        counts = [f"{self.n_swapped} of {len(self.ffns)} FFNs"]
+        if self.linears:
+            counts.append(f"{self.n_linears_swapped} of {len(self.linears)} other linears")
+        return [*lines, f"{' and '.join(counts)} swapped"]
+
+
+def _reason(row: SwapRow) -> str:
+    aside = [f"own code {n}x: {r}" for r, n in row.stepped_aside.items()]
+    return "; ".join([row.reason] * bool(row.reason) + aside)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels import cpu
+from ..kernels import cpu, dispatch, op
 from ..kernels import torch as torch_ops
 from ..layout import INTERLEAVED, SEPARATE, Layout
 from ..spec import Spec
@@ -28,7 +28,7 @@ _QUIET = (GRADIENTS, TRAINING, AUTOCAST, FASTER, "torch.compile", "backend torch
 
 
 class LinearState:
-    """What a swapped linear remembers: the format it was packed in, and how to undo it."""
+    """What every swapped module remembers."""
 
     def __init__(self, path: str, format: str | None, backend: str) -> None:
         self.path, self.format, self.backend = path, format, backend
@@ -36,15 +36,9 @@ class LinearState:
         self.choice: Choice | None = None  # by measurement; None: the static rule of the cpu backend
         self.calls = 0
         self.aside: Counter[str] = Counter()
-        # the packed parameters as they were made, to see whether somebody has changed them since
-        self.packed: dict[str, tuple[nn.Parameter, int | None]] = {}
-        # name -> (dtype, requires_grad, kept original or None), filled when packed
-        self.originals: dict[str, tuple[torch.dtype, bool, nn.Parameter | None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # `quick` watches this module, not the copy; a copy counts its versions anew
-        packed = {name: (p, None) for name, (p, _) in self.packed.items()}
-        return {**self.__dict__, "quick": None, "packed": packed}
+        return {**self.__dict__, "quick": None}  # it watches this module, not the copy
 
     def ahead(self, x: Tensor, limit: int) -> bool:
         """Whether our kernels are the better choice for x, as measured; without a measurement up to `limit` tokens."""
@@ -128,6 +122,34 @@ class FFNState(LinearState):
         if self.scale != 1.0:
             y = y * self.scale
         return y + args[0] if self.residual else y
+
+    def own_code(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module was before the swap."""
+        return module._fanfold_original.forward(module, *args, **kwargs)
+
+    def compute(self, module: Any, x: Tensor) -> Tensor | str:
+        """The FFN's output, or the reason why the module's own code must run."""
+        weights = self.weights(module)
+        if isinstance(weights, str):
+            return weights
+        auto = dispatch.resolve(self.backend) == "auto"
+        if auto and dispatch.needs_grad(x, weights):
+            return GRADIENTS
+        y = (self.slower(x, weights.up) or dispatch.attempt(x, weights)) if auto else op.ffn(x, weights, self.backend)
+        if isinstance(y, Tensor):
+            self.calls += 1
+            if auto:
+                self.prepare(module, x, weights)
+        return y
+
+    def traced(self, module: Any, x: Tensor) -> Tensor | str:
+        """`compute` while torch.compile is tracing."""
+        weights = self.weights(module)
+        if isinstance(weights, str):
+            return weights
+        if dispatch.resolve(self.backend) == "auto" and dispatch.needs_grad(x, weights):
+            return GRADIENTS
+        return op.ffn(x, weights, self.backend)
 
     def prepare(self, module: nn.Module, x: Tensor, weights: Weights) -> None:
         """Bind the kernel for further calls like this one, which has passed every check."""

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..kernels import cpu, dispatch
+from ..count import formats as stored
+from ..kernels import dispatch, packed
+from ..layout import SEPARATE
 from ..nn import FeedForward
-from ..spec import Spec
+from ..weights import Weights
+from . import prepacked
+from .activations import CHOICES, choose_activations, describe_again
 from .choose import choose_by_measurement
 from .find import Found, Progress, find
-from .linears import matrix
-from .packing import Packer, put_back
+from .job import Job, other_linears
+from .others import swap_linear, unusable
+from .packed_state import PackedFFNState
+from .packing import put_back
 from .report import SwapReport, SwapRow
 from .states import FFNState, LinearState, reset
 from .swapped import SwappedFFN, SwappedLinear, install, is_swapped
 from .verify import Truth
+from .verify_packed import LinearTruth, ffn_cases, judge, run_linear
 
-SWAP_FORMATS = (None, "fp32", "bf16")
+SWAP_FORMATS = (None, *packed.FORMATS, "int4")
+LINEARS = ("ffn", "all")
 
 
 def swap(
@@ -31,131 +38,211 @@ def swap(
     keep_originals: bool = False,
     found: list[Found] | None = None,
     progress: Progress | None = None,
+    linears: str = "ffn",
+    activations: str = "auto",
+    calibration: Any = None,
+    checkpoint: Any = None,
 ) -> SwapReport:
-    """Run the FFNs of `model` on our kernels.
+    """Run the FFNs of `model`, or all its linears, on our kernels.
 
     Every FFN is found by structure and identified by experiment; one that matches no description, or two, is left.
-    format    None: the model's own parameters stay where they are and are read in place. "fp32", "bf16": for
-              inference: weights are converted and the originals freed (keep_originals=True keeps them for unswap).
+    format    None: the model's own parameters stay where they are and are read in place. A name of
+              `fanfold.kernels.packed.FORMATS`, for inference: weights are packed, layer by layer, and the originals
+              freed (keep_originals=True keeps them for unswap).
     backend   "auto": our kernels at the token counts where they are measured to be ahead of the module's own code on
               this machine (format=None), an FFN where they never are is left; or a name that then runs or raises.
     verify    hold each swapped FFN to the tolerance rule on its own weights; one that fails is put back.
     inputs    see `find`; found  what `find` gave for this very model, to spare finding again.
     progress  called with (done, total).
-    -> SwapReport: a row per FFN. While gradients are needed, in training with dropout, under autocast, or when an
-    adapter or hook is found, a swapped FFN runs its own code; `rows[i].stepped_aside` counts that.
-    Raises FindError if there is no FFN, ValueError on an unknown format or a model already swapped.
+    linears   "ffn", or "all": every other nn.Linear and Conv1D too, each verified alone. With a named format, one that
+              a run of the model (on calibration, `inputs`, or random tokens) does not reach, or whose weight other code
+              reads by itself, is left.
+    activations  for integer formats: "int8", "float", or "auto": int8 except where `quantize.guard` finds on the
+              calibration inputs that it costs too much.
+    calibration  token ids, a tensor, a tuple, or a dict for model(**batch); default: `inputs`. It also counts how many
+              next-token predictions change.
+    checkpoint   a folder of `fanfold quantize`, a .gguf file, or what `ff.load` gave for one: FFN i of the model takes
+              the packed weights of its layer i, after a check that they are the model's own, as far as the format goes.
+    -> SwapReport: a row per FFN and linear. While gradients are needed, in training with dropout, under autocast, or
+    when an adapter or hook is found, a swapped FFN runs its own code; `rows[i].stepped_aside` counts that.
+    Raises FindError if there is no FFN, ValueError on an unknown format or option, or a model already swapped.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
-    if format not in SWAP_FORMATS:
-        known = ", ".join(str(f) for f in SWAP_FORMATS)
-        raise ValueError(f"format={format!r} is not known; known: {known}")
+    format = _known_format(format)
+    for name, value, known in (("linears", linears, LINEARS), ("activations", activations, CHOICES)):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is not known; known: {', '.join(known)}")
     dispatch.resolve(backend)
     already = list(_swapped(model))
     if already:
         raise ValueError(f"{already[0] or 'the model'} is already swapped: call unswap(model) first")
+    layers = None if checkpoint is None else prepacked.Layers(checkpoint)
+    if layers is not None:
+        if format not in (None, layers.format) and linears == "ffn":
+            raise ValueError(f"format={format!r}, but {layers.checkpoint.path} holds {layers.format}: leave format out")
+        format = format or layers.format
     if found is None:
         # identification is the first half of the work
         found = find(model, inputs=inputs, progress=progress and (lambda done, total: progress(done, 2 * total)))
-    packer = Packer(format, keep_originals)
-    rows: list[SwapRow] = []
+    if layers is not None:
+        layers.check_count(found)
+    given = calibration if calibration is not None else inputs
+    job = Job(model, format, backend, verify, activations, linears, keep_originals, given)
+    report = SwapReport(rows=[])
     try:
+        job.look(found)
         for i, item in enumerate(found):
-            rows.append(_swap_one(model, item, packer, backend, verify))
+            report.rows.append(_swap_one(job, item, None if layers is None else layers[i]))
             if progress is not None:
                 progress(len(found) + i + 1, 2 * len(found))
+        if linears == "all":
+            taken = [state.path for row in report.rows for state in row.states]
+            report.rows += [swap_linear(job, path, m) for path, m in other_linears(model, taken).items()]
         if format is None and dispatch.resolve(backend) == "auto":
-            choose_by_measurement(model, rows)
+            choose_by_measurement(model, report.rows)
+        describe_again([state for row in report.rows for state in row.states])
+        for row in job.compare(report):
+            put_back({state.path: model.get_submodule(state.path) for state in row.states})
+            row.status, row.backend, row.reason, row.states = "left", None, report.notes[-1], []
+        reset([state for row in report.rows for state in row.states])
     except BaseException:  # a model half swapped is nobody's wish; Ctrl-C included
         put_back(_swapped(model))
         raise
-    return SwapReport(rows=rows)
+    job.finish(report)
+    return report
 
 
 def unswap(model: nn.Module) -> list[str]:
-    """Put every swapped FFN back. -> a note per module whose weights could not be put back bit by bit.
+    """Put every swapped module back. -> a note per module whose weights could not be put back bit by bit.
 
     With format=None nothing was touched, so everything is as before. Packed weights return to their own dtype:
-    exact where the format holds it, else they are now the rounded ones (unless keep_originals was given).
+    exact where the format holds it, else they are now the dequantized ones (unless keep_originals was given). Tied
+    parameters are tied again.
     """
     return put_back(_swapped(model))
+
+
+def _known_format(format: str | None) -> str | None:
+    if format not in SWAP_FORMATS:
+        known = ", ".join(str(f) for f in SWAP_FORMATS)
+        raise ValueError(f"format={format!r} is not known; known: {known}")
+    return format and stored.ALIASES.get(format, format)
 
 
 def _swapped(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if is_swapped(module)}
 
 
-def _swap_one(model: nn.Module, found: Found, packer: Packer, backend: str, verify: bool) -> SwapRow:
+def _swap_one(job: Job, found: Found, given: Weights | None) -> SwapRow:
     row = SwapRow(
         path=found.path,
         kind=found.kind,
         spec=found.spec,
         layout=found.layout,
-        format=packer.format,
+        format=job.format,
         backend=None,
         status="left",
         reason=found.reason,
     )
-    module = model.get_submodule(found.path)
+    module = job.model.get_submodule(found.path)
     if found.spec is None or found.layout is None:
         return row
     if isinstance(module, FeedForward):
         row.reason = "a fanfold FeedForward already"
         return row
-    linears: dict[str, Any] = {role: model.get_submodule(path) for role, path in found.projections.items()}
-    reason = _unusable(linears, found.spec, backend)
-    if reason is not None:
-        row.reason = reason
-        return row
+    linears: dict[str, Any] = {role: job.model.get_submodule(path) for role, path in found.projections.items()}
+    for role, linear in linears.items():
+        reason = unusable(role, linear, job.backend) or (job.format and job.reader(found.projections[role]))
+        if reason:
+            row.reason = reason
+            return row
+    if given is not None:
+        row.format = given.up.format
+        reason = prepacked.differs(given, linears, found)
+        if reason is not None:
+            row.reason = reason
+            return row
     try:
-        truth = Truth(module, linears, found) if verify else None
+        truths = _truths(job, module, linears, found) if job.verify else None
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         row.reason = f"its own code fails on 1 or 40 tokens: {type(error).__name__}: {error}"
         return row
-    installed = _install(module, linears, found, packer, backend)
-    row.states = [m._fanfold for m in installed]  # type: ignore[attr-defined]
-    row.status, row.backend = "swapped", "cpu" if backend == "auto" else backend
-    if truth is not None:
-        truth.judge(row, module, linears, packer.format)
+    row.bytes_before = sum(m.weight.nbytes for m in linears.values()) if job.format else None
+    try:
+        installed = _install(module, linears, found, job, given)
+    except ValueError as error:  # weights that no format holds: infinite, or beyond float16's range
+        put_back(
+            {
+                p: job.model.get_submodule(p)
+                for p in found.projections.values()
+                if is_swapped(job.model.get_submodule(p))
+            }
+        )
+        row.reason = str(error)
+        return row
+    row.states = [m._fanfold for m in installed]
+    row.status, row.backend = "swapped", "cpu" if job.backend == "auto" else job.backend
+    if job.format is not None:
+        row.bytes_after = sum(m._fanfold.weight.nbytes for m in linears.values())
+        choose_activations(row, linears, found.projections, job.activations, job.inputs)
+    if truths is not None:
+        _verify(row, module, linears, found, truths)
         if row.status != "swapped":
-            put_back({m._fanfold.path: m for m in installed})  # type: ignore[attr-defined]
-    packer.release(row.states)
+            put_back({m._fanfold.path: m for m in installed})
+            row.states, row.bytes_after = [], None
+    if job.packer is not None:
+        job.packer.release(row.states)
     reset(row.states)
     return row
 
 
-def _unusable(linears: dict[str, Any], spec: Spec, backend: str) -> str | None:
-    """Why no kernel of ours would ever run for these parameters, or None."""
-    if dispatch.resolve(backend) == "torch":
-        return None
+def _truths(job: Job, module: nn.Module, linears: dict[str, Any], found: Found) -> Any:
+    """What the FFN gives now: the whole, or where a layer's code connects packed linears, each of them."""
+    more = {role: job.sample(path) for role, path in found.projections.items()}
+    if found.kind == "pair" and job.format is not None:
+        return {role: LinearTruth(linear, more[role]) for role, linear in linears.items()}
+    first = next(x for role, x in more.items() if role != "down")
+    return Truth(module, linears, found, first)
+
+
+def _verify(row: SwapRow, module: nn.Module, linears: dict[str, Any], found: Found, truths: Any) -> None:
+    if row.format is None:
+        truths.judge(row, module, linears)
+    elif isinstance(truths, Truth):
+        weights = row.states[-1].weights(module)  # type: ignore[attr-defined]
+        if isinstance(weights, str):
+            row.status, row.reason = "left", weights
+            return
+        judge(row, ffn_cases(truths, weights), lambda x: truths.run(module, linears, x))
+    else:
+        for role, truth in truths.items():
+            judge(row, truth.cases(linears[role]._fanfold.weight), run_linear(linears[role]))
+            if row.status != "swapped":
+                row.reason = f"{role}: {row.reason}"
+                return
+
+
+def _install(module: nn.Module, linears: dict[str, Any], found: Found, job: Job, given: Weights | None) -> list[Any]:
+    assert found.spec is not None
+    assert found.layout is not None
+    installed: list[Any] = []
     for role, linear in linears.items():
-        weight, bias = matrix(linear), linear.bias
-        x = torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        reason = cpu.linear_why_not(x, weight.detach(), None if bias is None else bias.detach())
-        if reason is not None:
-            if dispatch.resolve(backend) == "cpu":
-                raise dispatch.BackendError(f"backend 'cpu' cannot run {role}: {reason}")
-            return f"no kernel of ours can run it: {reason}"
-    return None
-
-
-def _install(
-    module: nn.Module, linears: dict[str, nn.Module], found: Found, packer: Packer, backend: str
-) -> list[nn.Module]:
-    installed = []
-    if found.kind == "pair" or packer.format is not None:
-        for role, linear in linears.items():
-            state = LinearState(found.projections[role], packer.format, backend)
-            install(linear, SwappedLinear, state)  # first, so that a Ctrl-C finds what to put back
-            packer.pack(linear, state)
-            installed.append(linear)
+        path = found.projections[role]
+        if job.packer is not None:
+            order = found.layout.order if role == "gate_up" else SEPARATE
+            owner = job.owner(linear)
+            state = job.packer.pack(linear, path, order, prepacked.parts(given, role))
+            state.owner = owner and owner[1:]
+        elif found.kind == "pair":
+            install(linear, SwappedLinear, LinearState(path, None, job.backend))
+        else:
+            continue
+        installed.append(linear)
     if found.kind == "module":
-        assert found.spec is not None
-        assert found.layout is not None
         prefix = len(found.path) + 1 if found.path else 0
         roles = {role: path[prefix:] for role, path in found.projections.items()}
-        ffn_state = FFNState(
+        ffn_state = (FFNState if job.format is None else PackedFFNState)(
             module,
             found.path,
             found.spec,
@@ -164,8 +251,8 @@ def _install(
             scale=found.scale,
             residual=found.residual,
             dropout=found.dropout,
-            format=packer.format,
-            backend=backend,
+            format=job.format,
+            backend=job.backend,
         )
         install(module, SwappedFFN, ffn_state)
         ffn_state.look(module)

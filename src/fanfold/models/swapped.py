@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels import cpu, dispatch, op
+from ..kernels import cpu, dispatch
 from ..kernels import torch as torch_ops
 from .linears import matrix
+from .packed_module import apply_to_packed, copy_packed
+from .packed_state import PackedLinearState
 from .quick import Quick, preparable
 from .states import AUTOCAST, FASTER, GRADIENTS, FFNState, LinearState
 
@@ -31,10 +33,10 @@ class SwappedFFN(Swapped):
     """forward of a module that is an FFN, through our kernels."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not args:  # called by keyword: the module's own signature knows which
-            return super().forward(**kwargs)  # type: ignore[misc]
-        x, *rest = args
         state: FFNState = self._fanfold  # type: ignore[assignment]
+        if not args:  # called by keyword: the module's own signature knows which
+            return state.own_code(self, args, kwargs)
+        x, *rest = args
         compiling = torch.compiler.is_compiling()
         quick = state.quick
         if quick is not None and not compiling and len(rest) == state.residual and not kwargs and quick.fits(x):
@@ -46,36 +48,62 @@ class SwappedFFN(Swapped):
                 state.aside[FASTER] += 1
                 return super().forward(*args)  # type: ignore[misc]
             state.quick = None
-        outcome: Tensor | str = state.objection(self, x, rest, kwargs) or self._compute(x)  # type: ignore[arg-type]
+        compute = state.traced if compiling else state.compute
+        outcome: Tensor | str = state.objection(self, x, rest, kwargs) or compute(self, x)  # type: ignore[arg-type]
         if isinstance(outcome, Tensor):
             return state.finish(outcome, rest)
         if not compiling:
             state.step_aside(outcome)
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return state.own_code(self, args, kwargs)
 
-    def _compute(self, x: Tensor) -> Tensor | str:
-        """The FFN's output, or the reason why the module's own code must run."""
-        state: FFNState = self._fanfold  # type: ignore[assignment]
-        compiling = torch.compiler.is_compiling()
-        weights = state.weights(self)  # type: ignore[arg-type]
-        if isinstance(weights, str):
-            return weights
-        auto = dispatch.resolve(state.backend) == "auto"
-        if auto and dispatch.needs_grad(x, weights):
-            return GRADIENTS
-        if compiling or not auto:
-            y = op.ffn(x, weights, state.backend)
-        else:
-            y = state.slower(x, weights.up) or dispatch.attempt(x, weights)
-        if not compiling and isinstance(y, Tensor):
-            state.calls += 1
-            if auto:
-                state.prepare(self, x, weights)  # type: ignore[arg-type]
-        return y
+
+class PackedLinear(Swapped):
+    """forward of one linear whose matrix is packed: alone, or below a packed FFN that runs its own code."""
+
+    _fanfold: PackedLinearState
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        (x,) = args or kwargs.values()  # nn.Linear calls it `input`, Conv1D `x`
+        state = self._fanfold
+        if torch.compiler.is_compiling():
+            return state.traced(self, x)
+        quick = state.quick
+        if quick is not None and quick.fits(x):
+            if quick.holds():
+                state.calls += 1
+                dispatch.record("cpu")
+                return quick.call(x)
+            state.quick = None
+        return state.run(self, x)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        self._fanfold.save(self, destination, prefix)  # type: ignore[arg-type]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
+        key, (missing, unexpected, errors) = f"{prefix}weight", lists
+        given = state_dict.get(key)
+        if metadata.get("assign_to_params_buffers") or not isinstance(given, Tensor):
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)  # type: ignore[misc]
+            return
+        refused = self._fanfold.load(self, given, key)  # type: ignore[arg-type]
+        if refused is not None:
+            errors.append(refused)
+        if tuple(given.shape) == tuple(self._fanfold.stub.shape):
+            state_dict = {k: v for k, v in state_dict.items() if k != key}
+        before = len(missing)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)  # type: ignore[misc]
+        missing[before:] = [name for name in missing[before:] if name != key]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        return apply_to_packed(self, super()._apply, fn, recurse)  # type: ignore[misc, arg-type]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy_packed(self, memo)  # type: ignore[arg-type]
 
 
 class SwappedLinear(Swapped):
-    """forward of one linear through our kernels: for FFNs whose parts a layer's code connects, and for packed ones."""
+    """forward of one linear through our kernels, its own parameters read in place."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         (x,) = args or kwargs.values()  # nn.Linear calls it `input`, Conv1D `x`

@@ -10,7 +10,7 @@ from .. import numerics, reference
 from ..kernels import dispatch
 from ..kernels import torch as torch_ops
 from ..layout import Layout
-from ..weights import Weights, to_float64
+from ..weights import Weights
 from .find import Found
 from .linears import matrix, quiet
 from .report import SwapRow
@@ -25,14 +25,19 @@ _OWN = 64.0  # roundings by which the module's own output may differ from float6
 class Truth:
     """float64 outputs of the original FFN on its own weights, and PyTorch's outputs, for a few tokens."""
 
-    def __init__(self, module: nn.Module, linears: dict[str, nn.Module], found: Found) -> None:
+    def __init__(
+        self, module: nn.Module, linears: dict[str, nn.Module], found: Found, more: Tensor | None = None
+    ) -> None:
+        """more  further inputs [T, D], of the model's own."""
         self.found = found
         down = matrix(linears["down"])
         generator = torch.Generator().manual_seed(1)
         d = down.shape[0]
         shapes = [(t, s) for s in _SCALES for t in _TOKENS]
         self.xs = [(torch.randn(1, t, d, generator=generator) * s).to(down.device, down.dtype) for t, s in shapes]
-        self.original = [self._run(module, linears, x) for x in self.xs]
+        if more is not None:
+            self.xs.append(more[None].to(down.device, down.dtype))
+        self.original = [self.run(module, linears, x) for x in self.xs]
         self.weights = self._weights(linears)
 
     def _weights(self, linears: dict[str, nn.Module]) -> Weights:
@@ -43,7 +48,7 @@ class Truth:
         state.idle_bias = linears["down"].bias is not None and not self.found.spec.down_bias
         return state._build(linears)
 
-    def _run(self, module: nn.Module, linears: dict[str, nn.Module], x: Tensor) -> Tensor:
+    def run(self, module: nn.Module, linears: dict[str, nn.Module], x: Tensor) -> Tensor:
         """The FFN's output in the model's own way: the module itself, or for a pair its linears in turn."""
         with torch.no_grad():
             if self.found.kind == "module":
@@ -58,52 +63,47 @@ class Truth:
                 gate, up = linears["gate"](x) if "gate" in linears else None, linears["up"](x)
             return linears["down"](torch_ops.coefficients(self.found.spec, up, gate)) * self.found.scale
 
-    def judge(self, row: SwapRow, module: nn.Module, linears: dict[str, nn.Module], format: str | None) -> None:
+    def judge(self, row: SwapRow, module: nn.Module, linears: dict[str, nn.Module]) -> None:
         """Fill in the row's errors; set it to "left" if the rule is broken."""
         try:
-            self._judge(row, module, linears, format)
+            self._judge(row, module, linears)
         finally:
             for state in row.states:
                 state.choice = None
 
-    def _judge(self, row: SwapRow, module: nn.Module, linears: dict[str, nn.Module], format: str | None) -> None:
-        packed = self._weights(linears)
-        same = format is None
+    def _judge(self, row: SwapRow, module: nn.Module, linears: dict[str, nn.Module]) -> None:
         worst: numerics.Comparison | None = None
         ran: list[str] = []
         for state in row.states:
             state.choice = ALWAYS  # every path that may run is verified, whatever is faster
         for x, original in zip(self.xs, self.original):
             calls = row.calls
-            y = self._run(module, linears, x)
+            y = self.run(module, linears, x)
             ran.append(dispatch.last_backend() or "torch" if row.calls > calls else "torch")
-            truth = reference.forward(x, packed) * self.found.scale
+            truth = reference.forward(x, self.weights) * self.found.scale
             if not np.isfinite(truth).all():
                 row.status, row.reason = "left", "its weights are not finite: there is nothing to verify against"
                 return
-            exact = truth if same else reference.forward(x, self.weights) * self.found.scale
-            own = numerics.relative_error(original, exact)
-            if own > _OWN * numerics.UNIT_ROUNDOFF[numerics.dtype_name(x)]:
-                row.status = "left"
-                row.reason = f"its own output is not what the description says: relative error {own:.1e}"
+            if not agrees(row, original, truth):
                 return
-            torch_y = original if same else self._torch(x, packed)
-            result = numerics.compare(y, truth, torch_y, dtype=x.dtype)
+            result = numerics.compare(y, truth, original, dtype=x.dtype)
             if worst is None or result.ratio > worst.ratio:
                 worst = result
-                row.error_torch = numerics.relative_error(torch_y, truth)
-            if not same:
-                row.format_error = max(row.format_error or 0.0, numerics.relative_error(truth, exact))
+                row.error_torch = numerics.relative_error(original, truth)
         assert worst is not None
         row.error, row.ratio = worst.rms, worst.ratio
         row.backend = ran[0] if len(set(ran)) == 1 else f"{ran[0]} (few tokens), {ran[1]} (many)"
         if not worst.ok:
             row.status, row.reason = "left", f"verification failed: error is {worst.ratio:.3g} x what the rule allows"
-        elif set(ran) == {"torch"} and dispatch.resolve(row.states[-1].backend) == "auto" and same:
+        elif set(ran) == {"torch"} and dispatch.resolve(row.states[-1].backend) == "auto":
             reasons = "; ".join(row.stepped_aside) or "PyTorch's own ops are faster here"
             row.status, row.reason = "left", f"our kernels would not run it: {reasons}"
 
-    def _torch(self, x: Tensor, packed: Weights) -> Tensor:
-        """PyTorch on the packed weights in x's dtype."""
-        same = {n: torch.from_numpy(to_float64(v).astype(np.float32)).to(x) for n, v in packed.items()}
-        return torch_ops.forward(x, Weights.unchecked(packed.spec, **same)) * self.found.scale
+
+def agrees(row: SwapRow, original: Tensor, exact: np.ndarray) -> bool:
+    """Whether the module's own output is its description's in float64; if not, the row says so and is left."""
+    own = numerics.relative_error(original, exact)
+    if own <= _OWN * numerics.UNIT_ROUNDOFF[numerics.dtype_name(original)]:
+        return True
+    row.status, row.reason = "left", f"its own output is not what the description says: relative error {own:.1e}"
+    return False

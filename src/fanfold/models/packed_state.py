@@ -1,0 +1,346 @@
+"""What a linear and an FFN with packed weights remember, and how each call is computed."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import cpu, dispatch, packed, packed_op
+from ..kernels import torch as torch_ops
+from ..layout import INTERLEAVED, SEPARATE, Layout
+from ..weights import Weights
+from .linears import is_conv1d
+from .packed_module import real_weights, stub_used
+from .packed_weight import PackedWeight, parameter
+from .quick import Quick, preparable
+from .states import AUTOCAST, GRADIENTS, FFNState, LinearState
+
+EXCHANGED = "its weight was exchanged after the swap"
+_NO_LIMIT = 1 << 62
+_plain_linear = nn.functional.linear
+
+
+class PackedLinearState(LinearState):
+    """A linear whose matrix is packed.
+
+    weight   the packed matrix.  stub  what its parameter `weight` is meanwhile (see `packed_weight`).
+    dtype, requires_grad, kept  of the original parameter; `kept` is the original itself where it is to be kept.
+    owner    (module, name) that goes on holding the original: a tied embedding.
+    reloaded whether load_state_dict has written other weights into it.
+    """
+
+    def __init__(
+        self, path: str, backend: str, weight: PackedWeight, stub: nn.Parameter, original: nn.Parameter
+    ) -> None:
+        super().__init__(path, weight.format, backend)
+        self.weight, self.stub = weight, stub
+        self.dtype, self.requires_grad = original.dtype, original.requires_grad
+        self.kept: nn.Parameter | None = original
+        self.owner: tuple[nn.Module, str] | None = None
+        self.reloaded = False
+        self._bias: tuple[Any, ...] = ()
+        self._mark = mark(stub)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_bias": ()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._mark = mark(self.stub)
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether `module` still has the stub, untouched: then its weights are the packed ones."""
+        return module._parameters.get("weight") is self.stub and mark(self.stub) == self._mark
+
+    def retype(self, scalar: Tensor) -> None:
+        """Make the stub of this NaN, in its dtype: the model was cast."""
+        self.stub.data = scalar.expand(self.stub.shape)
+        self.dtype, self._mark = scalar.dtype, mark(self.stub)
+
+    def bias(self, module: nn.Module) -> Tensor | None:
+        """The module's bias as the kernels read it: itself if it is float32, else a copy, made anew when it changes."""
+        bias = module._parameters.get("bias")
+        if bias is None or readable_bias(bias):
+            return bias
+        key = (id(bias), bias.data_ptr(), version(bias))
+        if not self._bias or self._bias[0] != key or key[2] is None:
+            self._bias = (key, bias.detach().to("cpu", torch.float32).contiguous(), bias)
+        return self._bias[1]
+
+    def run(self, module: Any, x: Tensor) -> Tensor:
+        """One call, with every check."""
+        if not self.holds(module):
+            return self._exchanged(module, x)
+        reason = self._objection(module, x)
+        if reason is not None:
+            self.step_aside(reason)
+            return self.plainly(module, x)
+        bias = self.bias(module)
+        y = self.weight.linear(x, bias)
+        self.calls += 1
+        dispatch.record("cpu")
+        self._prepare(module, x, bias)
+        return y
+
+    def traced(self, module: Any, x: Tensor) -> Tensor:
+        """One call while torch.compile is tracing."""
+        if module._parameters["weight"] is not self.stub:
+            return module._fanfold_original.forward(module, x)
+        wants = torch.is_grad_enabled() and (x.requires_grad or self.requires_grad_now(module))
+        bias = module.bias
+        if wants or torch_ops.autocast_on(x) or dispatch.resolve(self.backend) == "torch" or x.dtype not in cpu._DTYPES:
+            dtype = self.dtype if torch_ops.autocast_on(x) else x.dtype
+            return _plain_linear(x, self.weight.traced_matrix(dtype), None if bias is None else bias.to(dtype))
+        return self.weight.traced(x, None if bias is None else bias.float())
+
+    def plainly(self, module: Any, x: Tensor) -> Tensor:
+        """The same function in PyTorch's ops on the dequantized weights: slow, and differentiable in x and bias."""
+        dtype = self.dtype if torch_ops.autocast_on(x) else x.dtype
+        bias = module.bias
+        return _plain_linear(x, self.weight.matrix(dtype), None if bias is None else bias.to(dtype))
+
+    def requires_grad_now(self, module: nn.Module) -> bool:
+        bias = module._parameters.get("bias")
+        return bias is not None and bias.requires_grad
+
+    def _exchanged(self, module: Any, x: Tensor) -> Tensor:
+        """Somebody has put in a weight of his own: that is what counts, unless it is made from the stub."""
+        if module._parameters.get("weight") is None:
+            raise RuntimeError(
+                f"{self.path}: its weight is computed (pruning, parametrization), but it is packed as {self.format}, "
+                "which is for inference alone: call fanfold.unswap(model) first"
+            )
+        self.step_aside(EXCHANGED)
+        weight, bias = module.weight, module.bias
+        if weight.dtype == x.dtype or torch_ops.autocast_on(x):
+            return module._fanfold_original.forward(module, x)
+        matrix = weight.t() if is_conv1d(module) else weight
+        return _plain_linear(x, matrix.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def _objection(self, module: nn.Module, x: Tensor) -> str | None:
+        bias = module._parameters.get("bias")
+        if bias is not None and type(bias) is not nn.Parameter:
+            return f"its bias is a {type(bias).__name__}"
+        seen = torch_ops.transform_active()
+        if seen is not None:
+            return seen
+        if torch_ops.autocast_on(x):
+            return AUTOCAST
+        if torch.is_grad_enabled():
+            if self.stub.requires_grad:
+                raise RuntimeError(f"{self.path}: {no_gradient(self.format)}")
+            if x.requires_grad or self.requires_grad_now(module):
+                return GRADIENTS
+        backend = dispatch.resolve(self.backend)
+        if backend == "torch":
+            return "backend torch"
+        reason = packed.linear_why_not(x, self.weight.parts[0], None)
+        if reason is not None and backend == "cpu":
+            raise dispatch.BackendError(f"backend 'cpu' cannot run {self.path}: {reason}")
+        return reason
+
+    def _prepare(self, module: nn.Module, x: Tensor, bias: Tensor | None) -> None:
+        """Bind the kernel for further calls like this one."""
+        if len(self.weight.parts) > 1 or not preparable(x):
+            return
+        call = packed.prepare_linear(x, self.weight.parts[0], bias)
+        questions = watch_bias(module, bias)
+        if call is None or questions is None:
+            return
+        places = module._parameters
+        watched = [(places, key, p) for key, p in places.items()]
+        asked = (*questions, (self.stub.data_ptr, self.stub.data_ptr()))
+        self.quick = Quick(call, x, None, watched, limit=_NO_LIMIT, questions=asked)
+
+    def save(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
+        """Put the dequantized weights into a state_dict, in the original's dtype and orientation."""
+        if self.holds(module) and f"{prefix}weight" in destination:
+            made = parameter(self.weight.matrix(self.dtype), module, False).detach()
+            destination[f"{prefix}weight"] = made
+
+    def load(self, module: nn.Module, given: Tensor, key: str) -> str | None:
+        """Write a state_dict's weight into the packed bytes. -> why it cannot be, or None.
+
+        Float formats round it; integer formats take only what they hold already (their codes are chosen by `swap`).
+        """
+        if tuple(given.shape) != tuple(self.stub.shape):
+            return None  # PyTorch's own message says it
+        matrix = given.detach().t() if is_conv1d(module) else given.detach()
+        now = self.weight.matrix(self.dtype)
+        if torch.equal(matrix.to(now), now):
+            return None
+        if self.format not in packed._FLOATS:
+            return f'{key} is packed as {self.format}, and "{key}" is another matrix: unswap, load, and swap again'
+        self.reloaded = True
+        for part, new in zip(self.weight.parts, PackedWeight.split(matrix, self.weight.order)):
+            part.data.copy_(packed.PackedMatrix.pack(new, self.format).data)  # in place: bound calls read it there
+        return None
+
+
+class PackedFFNState(FFNState):
+    """An FFN whose linears are packed: one call of the kernels on their packed matrices."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._description = ""
+
+    def describe(self) -> None:
+        """Take down what torch.compile's operator must know; again after a change of `activations`."""
+        self._description = packed_op.describe_ffn(self._made(self._biases()))
+
+    def weights(self, module: nn.Module) -> Weights | str:
+        if not all(linear._fanfold.holds(linear) for linear in self.linears.values()):
+            return EXCHANGED
+        parameters = [linear._parameters.get("bias") for linear in self.linears.values()]
+        key = tuple((id(b), b.data_ptr(), version(b)) for b in parameters if b is not None)
+        if self._weights is None or key != self._key or any(v is None for *_, v in key):
+            try:
+                weights = self._made(self._biases())
+            except ValueError as error:
+                return f"its weights have changed: {error}"
+            self._key, self._weights = key, weights
+        return self._weights
+
+    def _matrices(self) -> dict[str, packed.PackedMatrix]:
+        out = {"down": self.linears["down"]._fanfold.weight.parts[0]}
+        if self.layout.order != SEPARATE:
+            out["gate"], out["up"] = self.linears["gate_up"]._fanfold.weight.parts
+            return out
+        for role in ("gate", "up") if self.spec.gated else ("up",):
+            out[role] = self.linears[role]._fanfold.weight.parts[0]
+        return out
+
+    def _made(self, biases: dict[str, Tensor | None]) -> Weights:
+        return Weights(self.spec, **self._matrices(), **biases)
+
+    def _biases(self) -> dict[str, Tensor | None]:
+        """The linears' biases as the kernels read them, for the projections of the spec."""
+        found = {role: linear._fanfold.bias(linear) for role, linear in self.linears.items()}
+        out: dict[str, Tensor | None] = {}
+        if self.spec.down_bias or not self.idle_bias:
+            out["down_bias"] = found["down"]
+        if self.layout.order != SEPARATE:
+            fused = found["gate_up"]
+            if fused is not None:
+                gate, up = Layout(order=self.layout.order).split(fused)
+                out["gate_bias"], out["up_bias"] = gate.contiguous(), up.contiguous()
+            return out
+        return out | {f"{role}_bias": found[role] for role in found if role != "down"}
+
+    def own_code(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's code over its packed linears; once more on real weights if it computes with one itself."""
+        y = super().own_code(module, args, kwargs)
+        if not torch.compiler.is_compiling() and stub_used(y, (*args, *kwargs.values())):
+            with real_weights(list(self.linears.values())):
+                return super().own_code(module, args, kwargs)
+        return y
+
+    def compute(self, module: Any, x: Tensor) -> Tensor | str:
+        weights = self.weights(module)
+        if isinstance(weights, str):
+            return weights
+        named = dispatch.resolve(self.backend)
+        if torch.is_grad_enabled():
+            stuck = next((p for p in self.linears.values() if p._fanfold.stub.requires_grad), None)
+            if stuck is not None:
+                raise RuntimeError(f"{stuck._fanfold.path}: {no_gradient(self.format)}")
+            if dispatch.needs_grad(x, weights):
+                return GRADIENTS
+        if named == "torch":
+            return torch_ops.forward(x, weights)
+        reason = packed.why_not(x, weights)
+        if reason is not None:
+            if named == "cpu":
+                raise dispatch.BackendError(f"backend 'cpu' cannot run {self.path}: {reason}")
+            return reason
+        y = packed.forward(x, weights)
+        self.calls += 1
+        dispatch.record("cpu")
+        self.prepare(module, x, weights)
+        return y
+
+    def traced(self, module: Any, x: Tensor) -> Tensor | str:
+        """`compute` while torch.compile is tracing. Whether the stubs are in place is for `objection` to see."""
+        if torch.is_grad_enabled() and (
+            x.requires_grad or any(p._fanfold.requires_grad_now(p) for p in self.linears.values())
+        ):
+            return GRADIENTS
+        if dispatch.resolve(self.backend) == "torch" or x.dtype not in cpu._DTYPES:
+            return "backend torch"
+        if any(p._parameters["weight"] is not p._fanfold.stub for p in self.linears.values()):
+            return EXCHANGED
+        biases = {role: p.bias.float() for role, p in self.linears.items() if p.bias is not None}
+        if not self.spec.down_bias:
+            biases.pop("down", None)
+        if "gate_up" in biases:
+            gate, up = Layout(order=self.layout.order).split(biases.pop("gate_up"))
+            biases |= {"gate": gate.contiguous(), "up": up.contiguous()}
+        data = {role: matrix.data for role, matrix in self._matrices().items()}
+        return torch.ops.fanfold.packed_ffn(
+            x,
+            data.get("gate"),
+            data["up"],
+            data["down"],
+            biases.get("gate"),
+            biases.get("up"),
+            biases.get("down"),
+            self._description,
+        )
+
+    def prepare(self, module: nn.Module, x: Tensor, weights: Weights) -> None:
+        """Bind the kernel for further calls like this one, which has passed every check."""
+        if not preparable(x) or self.snapshot is None or self.snapshot.constants:
+            return
+        if self.layout.order in INTERLEAVED and self.spec.up_bias:
+            return  # their biases are copied
+        call = packed.prepare(x, weights)
+        watched = self.snapshot.watched(self.dropout)
+        questions: list[Any] = []
+        for role, linear in self.linears.items():
+            bias = weights.up_bias if role == "gate_up" else getattr(weights, f"{role}_bias")
+            own = watch_bias(linear, bias)
+            if own is None:
+                return
+            stub = linear._fanfold.stub
+            questions += [*own, (stub.data_ptr, stub.data_ptr())]
+            watched += [(linear._parameters, key, p) for key, p in linear._parameters.items()]
+        if call is None:
+            return
+        below = [m for name, m, *_ in self.snapshot.nodes if name]
+        self.quick = Quick(call, x, None, watched, below, module, limit=_NO_LIMIT, questions=questions)
+
+
+def mark(stub: Tensor) -> tuple[Any, ...]:
+    """What changes when somebody gives a stub memory of its own or writes to it."""
+    return stub.data_ptr(), version(stub)
+
+
+def no_gradient(format: str | None) -> str:
+    return f"its weight is packed as {format} and can get no gradient: call fanfold.unswap(model) before training"
+
+
+def readable_bias(bias: Tensor) -> bool:
+    """Whether the kernels read it where it is."""
+    return bias.dtype is torch.float32 and bias.is_cpu and bias.is_contiguous()
+
+
+def version(t: Tensor) -> int | None:
+    """How often a tensor was written to; None where that is not counted."""
+    return None if t.is_inference() else t._version
+
+
+def watch_bias(module: nn.Module, used: Tensor | None) -> list[tuple[Any, Any]] | None:
+    """(question, answer) pairs that together say that a bias is still what a prepared call reads; None if that cannot
+    be watched.  used  what the call reads: the bias itself, or a copy of it."""
+    bias = module._parameters.get("bias")
+    if bias is None or used is None:
+        return []
+    if readable_bias(bias):
+        return [(ask, ask()) for ask in (bias.data_ptr, bias.numel, bias.is_contiguous)]
+    counted = version(bias)
+    if counted is None:
+        return None
+    return [(bias.data_ptr, bias.data_ptr()), (functools.partial(getattr, bias, "_version"), counted)]

@@ -1,0 +1,112 @@
+"""What a packed linear holds instead of its matrix: the packed parts, and the stub that stands in for the parameter.
+
+The stub keeps the parameter's name, shape, dtype and device for code that asks (T5 reads `wo.weight.dtype`), and takes
+no memory: one NaN, expanded. Code that computes with it gets NaN, never a wrong number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import packed, packed_op
+from ..kernels.packed import PackedMatrix
+from ..layout import GATE_UP, SEPARATE, UP_GATE, UP_GATE_INTERLEAVED, Layout
+from .linears import is_conv1d
+
+
+class PackedWeight:
+    """The matrix of one linear [out, in], packed.
+
+    parts  one PackedMatrix; or gate and up, where the linear computes both.
+    order  how the rows of gate and up lie in the linear: a `Layout` order, SEPARATE for one part.
+    """
+
+    def __init__(self, parts: tuple[PackedMatrix, ...], order: str = SEPARATE) -> None:
+        self.parts, self.order = parts, order
+        self.decided = False  # whether its activations have been chosen
+        self.describe()
+
+    @classmethod
+    def split(cls, matrix: Any, order: str) -> tuple[Any, ...]:
+        """The parts of a float matrix [out, in], before they are packed."""
+        return (matrix,) if order == SEPARATE else Layout(order=order).split(matrix)
+
+    def describe(self) -> None:
+        """Take down what the operators of `kernels.packed_op` must know; again after a change of `activations`."""
+        self.descriptions = tuple(packed_op.describe(part) for part in self.parts)
+
+    @property
+    def format(self) -> str:
+        return self.parts[0].format
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def width(self) -> int:
+        """Inputs of the matrix."""
+        return self.parts[0].shape[1]
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """The dequantized weights [out, in]."""
+        return self.join([part.dequantize().to(dtype) for part in self.parts], 0)
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x @ matrix.T + bias by the kernels; the caller has found them able to run it."""
+        if len(self.parts) == 1:
+            return packed.linear(x, self.parts[0], bias)
+        y = self.join([packed.linear(x, part) for part in self.parts], -1)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def traced(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`linear` as operators that torch.compile sees."""
+        if len(self.parts) == 1:
+            return torch.ops.fanfold.packed_linear(x, self.parts[0].data, bias, self.descriptions[0])
+        ys = [
+            torch.ops.fanfold.packed_linear(x, part.data, None, text)
+            for part, text in zip(self.parts, self.descriptions)
+        ]
+        y = self.join(ys, -1)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def traced_matrix(self, dtype: torch.dtype) -> Tensor:
+        """`matrix` as operators that torch.compile sees."""
+        parts = [
+            torch.ops.fanfold.packed_weight(part.data, text, dtype) for part, text in zip(self.parts, self.descriptions)
+        ]
+        return self.join(parts, 0)
+
+    def join(self, parts: list[Tensor], dim: int) -> Tensor:
+        """Gate's and up's rows (dim 0) or outputs (dim -1) in the linear's own order."""
+        if len(parts) == 1:
+            return parts[0]
+        gate, up = parts
+        first, second = (up, gate) if self.order in (UP_GATE, UP_GATE_INTERLEAVED) else (gate, up)
+        if self.order in (GATE_UP, UP_GATE):
+            return torch.cat([first, second], dim)
+        if dim == 0:
+            return torch.stack([first, second], 1).flatten(0, 1)
+        return torch.stack([first, second], -1).flatten(-2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = [(p.format, tuple(p.shape), p.data, p.activations) for p in self.parts]
+        return {"parts": kept, "order": self.order}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # made anew, so that the bytes begin on a line of the cache in the copy as well
+        self.__init__(tuple(PackedMatrix(*kept) for kept in state["parts"]), state["order"])
+
+
+def make_stub(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
+    """The stand-in for a parameter: its shape and dtype, every element the same NaN."""
+    return nn.Parameter(torch.full((), torch.nan, dtype=dtype).expand(shape), requires_grad=False)
+
+
+def parameter(matrix: Tensor, linear: nn.Module, requires_grad: bool) -> nn.Parameter:
+    """A matrix [out, in] as the parameter of `linear`, which is [in, out] in a Conv1D."""
+    own = matrix.t().contiguous() if is_conv1d(linear) else matrix.contiguous()
+    return nn.Parameter(own, requires_grad=requires_grad)

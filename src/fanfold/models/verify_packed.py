@@ -1,0 +1,142 @@
+"""The verification of packed weights: our output against float64 of what the kernels see, PyTorch's beside it.
+
+Two things are told apart. The *kernel's* error is measured against float64 on the weights as stored and the activations
+as they are quantized, under the tolerance rule. What the *format* changes is measured against the original weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .. import numerics, reference
+from ..kernels import torch as torch_ops
+from ..weights import Weights, to_float64
+from . import emulate
+from .linears import matrix, quiet
+from .packed_weight import PackedWeight
+from .report import SwapRow
+from .verify import Truth, agrees
+
+_TOKENS = (1, 40)
+_SCALES = (1.0, 30.0)
+
+
+@dataclasses.dataclass
+class Case:
+    """One batch: our output, the original's, and what they answer to, all [T, D]; `ours` is run by `judge`."""
+
+    x: Tensor
+    original: Tensor
+    exact: np.ndarray  # float64 on the original weights
+    truth: emulate.Truth
+    torch_y: Tensor
+
+
+def judge(row: SwapRow, cases: list[Case], run: Callable[[Tensor], Tensor]) -> None:
+    """Fill in the row's errors from running `run` on each case; set it to "left" if the rule is broken."""
+    worst: numerics.Comparison | None = None
+    for case in cases:
+        y = run(case.x)
+        if not np.isfinite(case.exact).all():
+            row.status, row.reason = "left", "its weights are not finite: there is nothing to verify against"
+            return
+        if not agrees(row, case.original.reshape(case.exact.shape), case.exact):
+            return
+        y, torch_y = y.reshape(case.exact.shape), case.torch_y.to(y.dtype)
+        truth = case.truth.settled(y)
+        beside = to_float64(torch_y) - case.truth.settled(torch_y) + truth  # PyTorch's error at its own edges
+        result = numerics.compare(y, truth, beside, dtype=y.dtype)
+        if worst is None or result.ratio > worst.ratio:
+            worst = result
+            row.error_torch = numerics.relative_error(beside, truth)
+        row.format_error = _larger(row.format_error, numerics.relative_error(case.truth.exact, case.exact))
+        row.quantization_error = _larger(row.quantization_error, numerics.relative_error(truth, case.exact))
+    assert worst is not None
+    row.error, row.ratio = worst.rms, worst.ratio
+    if not worst.ok:
+        row.status, row.reason = "left", f"verification failed: error is {worst.ratio:.3g} x what the rule allows"
+
+
+def _larger(before: float | None, now: float) -> float:
+    return now if before is None else max(before, now)
+
+
+def ffn_cases(truth: Truth, packed: Weights) -> list[Case]:
+    """The cases of an FFN that runs as one call."""
+    flat = torch.cat([x.reshape(-1, x.shape[-1]) for x in truth.xs])
+    wide = to_float64(flat)
+    scale = truth.found.scale
+    exact = reference.forward(wide, truth.weights) * scale
+    whole = emulate.ffn(wide, packed).scaled(scale)
+    if emulate.quantizes(packed):
+        beside = emulate.ffn_in_torch(flat.float(), packed) * scale
+    else:
+        beside = torch_ops.forward(flat, packed) * scale
+    return _cut(truth.xs, truth.original, exact, whole, beside)
+
+
+def _cut(xs: list[Tensor], originals: list[Tensor], exact: Any, whole: emulate.Truth, beside: Tensor) -> list[Case]:
+    cases, at = [], 0
+    for x, original in zip(xs, originals):
+        end = at + x.numel() // x.shape[-1]
+        cases.append(Case(x, original, exact[at:end], whole.rows(at, end), beside[at:end]))
+        at = end
+    return cases
+
+
+class LinearTruth:
+    """What one linear gives before it is packed, on random inputs and `more` [T, K] of the model's own."""
+
+    def __init__(self, linear: Any, more: Tensor | None = None) -> None:
+        weight = matrix(linear)
+        generator = torch.Generator().manual_seed(1)
+        shapes = [(t, s) for s in _SCALES for t in _TOKENS]
+        self.xs = [torch.randn(1, t, weight.shape[1], generator=generator).to(weight.dtype) * s for t, s in shapes]
+        if more is not None:
+            self.xs.append(more[None].to(weight.dtype))
+        self.bias = linear.bias
+        with torch.no_grad(), quiet(linear):
+            self.original = [type(linear).forward(linear, x) for x in self.xs]
+        flat = torch.cat([x.reshape(-1, x.shape[-1]) for x in self.xs])
+        bias = 0 if linear.bias is None else to_float64(linear.bias)
+        self.exact = to_float64(flat) @ to_float64(weight).T + bias
+        self.flat = flat
+
+    def cases(self, weight: PackedWeight) -> list[Case]:
+        wide = to_float64(self.flat)
+        parts = [emulate.linear(wide, part, None) for part in weight.parts]
+        bias = 0 if self.bias is None else to_float64(self.bias)
+        y, exact = (
+            weight.join([torch.from_numpy(getattr(p, name)) for p in parts], -1).numpy() + bias
+            for name in ("y", "exact")
+        )
+        return _cut(self.xs, self.original, self.exact, emulate.Truth(y, exact, []), self._in_torch(weight))
+
+    def cases_in_place(self) -> list[Case]:
+        """The cases of a linear whose own parameters are read: PyTorch's output is the original's."""
+        beside = torch.cat([y.reshape(-1, y.shape[-1]) for y in self.original])
+        return _cut(self.xs, self.original, self.exact, emulate.Truth(self.exact, self.exact, []), beside)
+
+    def _in_torch(self, weight: PackedWeight) -> Tensor:
+        bias = None if self.bias is None else self.bias.detach()
+        if all(part.activations == "float" for part in weight.parts):
+            dtype = self.flat.dtype
+            return nn.functional.linear(self.flat, weight.matrix(dtype), bias)
+        y = weight.join([emulate.linear_in_torch(self.flat.float(), part, None) for part in weight.parts], -1)
+        return y if bias is None else y + bias.float()
+
+
+def run_linear(linear: Any) -> Callable[[Tensor], Tensor]:
+    """Calls of a packed linear as the model makes them, without its hooks."""
+
+    def run(x: Tensor) -> Tensor:
+        with torch.no_grad(), quiet(linear):
+            return type(linear).forward(linear, x)
+
+    return run
