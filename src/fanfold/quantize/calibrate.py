@@ -49,7 +49,7 @@ def walk(model: nn.Module, inputs: dict[str, Any], checkpoint: Checkpoint, visit
             site = sites[position]
             _check_weights(model, site, checkpoint.ffns[layers[position]], layers[position])
             x = args[0].detach().reshape(-1, args[0].shape[-1])
-            _put(model, site, visit(position, x.float().clone()))
+            put(model, site, visit(position, x.float().clone()))
             if len(visited) == len(sites):
                 raise _DoneError
 
@@ -124,6 +124,7 @@ def _check_weights(model: nn.Module, site: Found, weights: Weights, layer: Any) 
             raise CalibrationError(f"layer {layer}: {name} of {site.path} in the model is not the one in the file")
 
 
-def _put(model: nn.Module, site: Found, weights: Weights) -> None:
+def put(model: nn.Module, site: Found, weights: Weights) -> None:
+    """Overwrite the model's FFN at `site` with `weights`, dequantized."""
     for name, tensor in _arrays(model, site).items():
         tensor.copy_(to_float32(getattr(weights, name)))

@@ -1,0 +1,153 @@
+"""What each format costs in quality, on the two packaged models, FFNs only.
+
+    python bench/quality.py [--tokens 2048] [--calibration-tokens 8192] [--json FILE] [--models smollm2,minilm]
+
+SmolLM2-135M (its Q4_1 file, dequantized to float32): perplexity of the first tokens of Python's manual, relative to
+float32. all-MiniLM-L6-v2 (float32): cosine of sentence embeddings with float32's. Weights only: the model's FFN weights
+are replaced by their dequantized values; `+act`: the packed kernels run, with the activations that the guard chose.
+GPTQ is calibrated on the second half of the manual, which is not measured on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fanfold as ff
+from fanfold import formats
+from fanfold.kernels.packed import PackedMatrix
+from fanfold.quantize.calibrate import match, put, walk
+from fanfold.quantize.ffn import quantize_ffn, to_float32
+from fanfold.show import models, quantize_verb, text
+
+RUNS = {  # (format, method); "plain" is round-to-nearest with max-abs and min-max scales
+    "smollm2": [
+        ("int8_g32", "rtn"),
+        ("int8_g64", "rtn"),
+        ("int8_g128", "rtn"),
+        ("int8", "rtn"),
+        ("int4_g32", "plain"),
+        ("int4_g32", "rtn"),
+        ("int4_g32", "gptq"),
+        ("int4_g128", "plain"),
+        ("int4_g128", "rtn"),
+        ("int4_g128", "gptq"),
+    ],
+    "minilm": [
+        ("int8_g32", "rtn"),
+        ("int8_g128", "rtn"),
+        ("int8", "rtn"),
+        ("int4_g32", "plain"),
+        ("int4_g32", "rtn"),
+        ("int4_g32", "gptq"),
+        ("int4_g128", "plain"),
+        ("int4_g128", "rtn"),
+        ("int4_g128", "gptq"),
+        ("q4_0", "rtn"),
+        ("q4_0", "gptq"),
+    ],
+}
+
+
+class Model:
+    """A packaged model whose FFNs can be quantized and put back."""
+
+    def __init__(self, name: str, tokens: int, calibration_tokens: int) -> None:
+        self.name, self.loaded = name, models.load(name)
+        self.model, self.causal = self.loaded.model, self.loaded.kind == "causal"
+        self.checkpoint = ff.load(models.resolve(name))
+        self.sites = match(self.model, self.checkpoint)
+        self.inputs = quantize_verb._calibration(name, [], calibration_tokens).inputs
+        self.ids = text.token_ids(self.loaded, text.default_text(), tokens)
+        self.texts = text.sentences(text.default_text(), 200)
+        self.base = self._measure()
+
+    def quantize(self, format: str, method: str) -> list[ff.Weights]:
+        """Every layer's quantized weights; the model's own are replaced by them."""
+        made: dict[int, ff.Weights] = {}
+        layers = list(self.checkpoint.ffns)
+
+        def visit(position: int, x: torch.Tensor) -> ff.Weights:
+            own = self.checkpoint.ffns[layers[position]]
+            made[position] = plain(own, format) if method == "plain" else quantize_ffn(own, format, method, x).weights
+            return made[position]
+
+        walk(self.model, self.inputs, self.checkpoint, visit)
+        return [made[i] for i in range(len(layers))]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for site, layer in zip(self.sites, self.checkpoint.ffns, strict=True):
+                put(self.model, site, self.checkpoint.ffns[layer])
+
+    def _measure(self) -> Any:
+        if self.causal:
+            return text.perplexity(self.model, self.ids)
+        return torch.cat([text.embeddings(self.loaded, self.model, [one]) for one in self.texts])
+
+    def result(self) -> dict[str, float]:
+        """How far the model, as it is now, is from float32."""
+        now = self._measure()
+        if self.causal:
+            return {"perplexity": now, "relative": now / self.base - 1}
+        cosine = (now * self.base).sum(1)
+        return {"cosine_min": float(cosine.min()), "cosine_mean": float(cosine.mean())}
+
+    def with_kernels(self, packed: list[ff.Weights]) -> dict[str, float]:
+        """`result` with the FFNs run by the packed kernels. Only for FFNs that are one module."""
+        modules = [self.model.get_submodule(site.path) for site in self.sites]
+        for module, weights in zip(modules, packed, strict=True):
+            module.forward = lambda x, w=weights: ff.ffn(x, w, "cpu")
+        try:
+            return self.result()
+        finally:
+            for module in modules:
+                del module.forward
+
+
+def plain(own: ff.Weights, format: str) -> ff.Weights:
+    """Round to nearest with max-abs or min-max scales: what the searched scales are to beat."""
+    arrays = dict(own.items())
+    for name in ("gate", "up", "down"):
+        if arrays.get(name) is not None:
+            arrays[name] = PackedMatrix.pack(
+                formats.quantize_matrix(to_float32(arrays[name]).numpy(), format, scales="plain")
+            )
+    return ff.Weights(own.spec, **arrays)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--calibration-tokens", type=int, default=8192)
+    parser.add_argument("--models", default=",".join(RUNS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for name in args.models.split(","):
+        model = Model(name, args.tokens, args.calibration_tokens)
+        if model.causal:
+            print(f"{name}: float32 perplexity {model.base:.4f} on {args.tokens} tokens", flush=True)
+        for format, method in RUNS[name]:
+            start = time.monotonic()
+            packed = model.quantize(format, method)
+            row: dict[str, Any] = {"model": name, "format": format, "method": method, **model.result()}
+            if model.causal and method == "rtn":
+                row["with_activations"] = model.with_kernels(packed)["relative"]
+                row["float_activations"] = sum(w.up.activations == "float" for w in packed)
+            row["seconds"] = time.monotonic() - start
+            model.restore()
+            rows.append(row)
+            print("  ".join(f"{k} {v:.6g}" if isinstance(v, float) else f"{v}" for k, v in row.items()), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
