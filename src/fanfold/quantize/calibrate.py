@@ -31,13 +31,20 @@ class _DoneError(Exception):
     """Every FFN has been visited: the rest of the pass is not needed."""
 
 
-def walk(model: nn.Module, inputs: dict[str, Any], checkpoint: Checkpoint, visit: Visit) -> None:
+def walk(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    checkpoint: Checkpoint,
+    visit: Visit,
+    sites: Sequence[Found] | None = None,
+) -> None:
     """Run `model` once on `inputs`, and call `visit` for each layer of the checkpoint as the pass reaches it.
 
     The model's FFN weights are overwritten with those that `visit` returns. Each FFN of the model is first held
-    against the checkpoint: the same description by experiment, the same weights. Raises CalibrationError.
+    against the checkpoint: the same description by experiment (`sites`, if `match` was called before), the same
+    weights. Raises CalibrationError.
     """
-    sites = match(model, checkpoint)
+    sites = match(model, checkpoint) if sites is None else sites
     layers = list(checkpoint.ffns)
     visited: set[int] = set()
 

@@ -115,10 +115,10 @@ class _Maker:
         self, matrices: dict[str, Any], inputs: Tensor | None, decisions: dict[str, Decision]
     ) -> dict[str, PackedMatrix]:
         """Matrices that read the same inputs, packed, with the same activations."""
-        factor = None
-        if self.method == "gptq" and inputs is not None and any(not self._kept(m) for m in matrices.values()):
-            factor = self._factor(inputs, " and ".join(matrices))
-        packed = {name: self._pack(matrix, name, factor) for name, matrix in matrices.items()}
+        h = None
+        if self.method == "gptq" and inputs is not None:
+            h = gptq.hessian(inputs)
+        packed = {name: self._pack(matrix, name, h) for name, matrix in matrices.items()}
         if self.format in formats.FLOAT:
             return packed
         chosen = self.activations
@@ -133,24 +133,26 @@ class _Maker:
     def _kept(self, matrix: Any) -> bool:
         return isinstance(matrix, PackedMatrix) and matrix.format == self.format
 
-    def _factor(self, inputs: Tensor, what: str) -> Tensor | None:
-        try:
-            return gptq.inverse_factor(gptq.hessian(inputs))
-        except gptq.HessianError as error:
-            self.notes.append(f"{what}: {error}: rounded to nearest instead of gptq")
-            return None
-
-    def _pack(self, matrix: Any, name: str, factor: Tensor | None) -> PackedMatrix:
-        if self._kept(matrix):
-            return PackedMatrix(matrix.format, tuple(matrix.shape), matrix.data)  # shared; its own activations
+    def _pack(self, matrix: Any, name: str, h: Tensor | None) -> PackedMatrix:
+        if isinstance(matrix, PackedMatrix) and matrix.format == self.format:
+            return PackedMatrix(
+                matrix.format, (matrix.shape[0], matrix.shape[1]), matrix.data
+            )  # shared; its own activations
         if self.format in formats.FLOAT:
             return PackedMatrix.pack(matrix.dequantize() if isinstance(matrix, PackedMatrix) else matrix, self.format)
         w = to_float32(matrix)
         try:
-            q = formats.quantize_matrix(w.numpy(), self.format) if factor is None else gptq.gptq(w, factor, self.format)
+            return PackedMatrix.pack(self._codes(w, name, h))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        return PackedMatrix.pack(q)
+
+    def _codes(self, w: Tensor, name: str, h: Tensor | None) -> formats.Quantized:
+        if h is not None:
+            try:
+                return gptq.gptq(w, h, self.format)
+            except gptq.HessianError as error:
+                self.notes.append(f"{name}: {error}: rounded to nearest instead of gptq")
+        return formats.quantize_matrix(w.numpy(), self.format)
 
 
 def to_float32(matrix: Any) -> Tensor:

@@ -48,60 +48,92 @@ def inverse_factor(h_KK: Tensor) -> Tensor:
     raise HessianError(f"the Hessian is not positive definite at input {int(fault) - 1}, even with damping {DAMPING}")
 
 
-def gptq(w_NK: Tensor, u_KK: Tensor, format: str) -> formats.Quantized:
-    """The matrix [N, K] float32 in an integer format, its output error made small on the inputs behind `u_KK`.
+def gptq(w_NK: Tensor, h_KK: Tensor, format: str) -> formats.Quantized:
+    """The matrix [N, K] float32 in an integer format, its output error made small on the inputs behind `hessian`.
 
-    Each group's scale and minimum are fitted when its first input is reached, to the weights as they are by then, the
-    squared error of input k weighted by 1 / U[k, k]^2, which is what it costs after all others have made up for it.
-    u_KK is `inverse_factor(hessian(inputs))`. Raises ValueError as `formats.quantize_matrix` does.
+    Groups are taken in order of their inputs' mean square, and so are the inputs within a group: the small ones, last,
+    have few errors to pass on. A group's scale and minimum are fitted when it is reached, to the weights as they are by
+    then, the squared error of input k weighted by 1 / U[k, k]^2: its cost after all later ones have made up for it.
+    Raises HessianError; ValueError as `formats.quantize_matrix` does.
     """
     form = stored.get(format)
     n, k = w_NK.shape
     # refuses what cannot be stored; where a row has one scale, that is the one
-    plain = formats.quantize_matrix(w_NK.numpy(), format, scales="plain" if form.group else "search")
-    weight_K = (1 / u_KK.diagonal().square()).numpy()
-    w_NK = w_NK.clone()
-    codes = torch.empty(n, k)
-    scale_NG, minimum_NG = plain.scale.copy(), None if plain.minimum is None else plain.minimum.copy()
-    group = form.group or k
-    low, high = (-8, 7) if form.name == "q4_0" else (0, 15) if form.code_bits == 4 else (-127, 127)
-    scale, minimum = torch.from_numpy(scale_NG[:, 0].astype(np.float32)), None
-    for first in range(0, k, BLOCK):
-        last = min(first + BLOCK, k)
+    found = formats.quantize_matrix(w_NK.numpy(), format, scales="plain" if form.group else "search")
+    groups = _order(h_KK.diagonal(), form.group or k)
+    order = torch.cat(groups)
+    u_KK = inverse_factor(h_KK[order][:, order])
+    table = _Table(form.name, found, (1 / u_KK.diagonal().square()).numpy())
+    w_NK = w_NK[:, order]  # a copy, in that order
+    codes_NK = torch.empty(n, k)
+    for block in _blocks(groups):
+        first, last = block[0][0], block[-1][1]
         errors = torch.zeros(n, last - first)
-        for i in range(first, last):
-            if form.group and i % group == 0:
-                end = min(i + group, k)
-                scale, minimum = _fit(w_NK[:, i:end], form.name, weight_K[i:end], scale_NG, minimum_NG, i // group)
-            column = w_NK[:, i]
-            q = column if minimum is None else column - minimum
-            q = torch.where(scale == 0, torch.zeros_like(q), (q / scale).round_().clamp_(low, high))
-            codes[:, i] = q
-            rounded = q * scale if minimum is None else q * scale + minimum
-            error = (column - rounded) / u_KK[i, i]
-            errors[:, i - first] = error
-            w_NK[:, i + 1 : last].addr_(error, u_KK[i, i + 1 : last], alpha=-1)
+        for begin, end, group in block:
+            scale, minimum = table.fit(w_NK, begin, end, group)
+            for i in range(begin, end):
+                codes_NK[:, i], rounded = table.round(w_NK[:, i], scale, minimum)
+                error = (w_NK[:, i] - rounded) / u_KK[i, i]
+                errors[:, i - first] = error
+                w_NK[:, i + 1 : last].addr_(error, u_KK[i, i + 1 : last], alpha=-1)
         w_NK[:, last:].addmm_(errors, u_KK[first:last, last:], alpha=-1)
-    return formats.Quantized(
-        format=form.name,
-        codes=(codes + formats.offset(form.name)).numpy().astype(formats.code_dtype(form.name)),
-        scale=scale_NG,
-        minimum=minimum_NG,
-    )
+    codes = torch.empty(n, k)
+    codes[:, order] = codes_NK
+    integers = (codes + formats.offset(form.name)).numpy().astype(formats.code_dtype(form.name))
+    return formats.Quantized(format=form.name, codes=integers, scale=table.scale, minimum=table.minimum)
 
 
-def _fit(
-    w_Ng: Tensor,
-    format: str,
-    weight_g: np.ndarray,
-    scale_NG: np.ndarray,
-    minimum_NG: np.ndarray | None,
-    at: int,
-) -> tuple[Tensor, Tensor | None]:
-    """Fit group `at` of every row, write its scale and minimum into the tables, and return them as float32."""
-    _, scale, minimum = formats.fit_groups(np.ascontiguousarray(w_Ng.numpy()), format, weight_g)
-    scale_NG[:, at] = scale
-    if minimum_NG is None or minimum is None:
-        return torch.from_numpy(scale.astype(np.float32)), None
-    minimum_NG[:, at] = minimum
-    return torch.from_numpy(scale.astype(np.float32)), torch.from_numpy(minimum.astype(np.float32))
+def _order(size_K: Tensor, width: int) -> list[Tensor]:
+    """The groups' inputs, both in falling order of `size_K`; equal ones stay in the order of the file."""
+    groups = [torch.arange(first, min(first + width, len(size_K))) for first in range(0, len(size_K), width)]
+    groups = [inputs[torch.argsort(size_K[inputs], descending=True, stable=True)] for inputs in groups]
+    return sorted(groups, key=lambda inputs: -float(size_K[inputs].mean()))
+
+
+def _blocks(groups: list[Tensor]) -> list[list[tuple[int, int, int]]]:
+    """[(first, end, number of the group)] in the new order, whole groups of together at most BLOCK inputs.
+
+    One group that is longer than that (a whole row) makes several entries, with the same number.
+    """
+    width = max(len(inputs) for inputs in groups)
+    out: list[list[tuple[int, int, int]]] = []
+    at = 0
+    for inputs in groups:
+        number = int(inputs.min()) // width
+        for first in range(at, at + len(inputs), BLOCK):
+            entry = (first, min(first + BLOCK, at + len(inputs)), number)
+            if not out or entry[1] - out[-1][0][0] > BLOCK:
+                out.append([])
+            out[-1].append(entry)
+        at += len(inputs)
+    return out
+
+
+class _Table:
+    """The scales and minima of a matrix while they are being chosen; `found` has the first ones."""
+
+    def __init__(self, format: str, found: formats.Quantized, weight_K: np.ndarray) -> None:
+        self.format, self.weight_K = format, weight_K
+        self.scale, self.minimum = found.scale, found.minimum
+        four = stored.get(format).code_bits == 4
+        self.low, self.high = (-8, 7) if format == "q4_0" else (0, 15) if four else (-127, 127)
+
+    def fit(self, w_NK: Tensor, begin: int, end: int, group: int) -> tuple[Tensor, Tensor | None]:
+        """(scale, minimum) [N] float32 of a group whose weights are now w_NK[:, begin:end]."""
+        if stored.get(self.format).group:
+            w = np.ascontiguousarray(w_NK[:, begin:end].numpy())
+            _, self.scale[:, group], minimum = formats.fit_groups(w, self.format, self.weight_K[begin:end])
+            if self.minimum is not None:
+                self.minimum[:, group] = minimum
+        scale, minimum = self.scale[:, group], None if self.minimum is None else self.minimum[:, group]
+        single = np.float32
+        return (
+            torch.from_numpy(scale.astype(single)),
+            None if minimum is None else torch.from_numpy(minimum.astype(single)),
+        )
+
+    def round(self, w_N: Tensor, scale: Tensor, minimum: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(codes without offset, the weights that they mean) of one input."""
+        q = w_N if minimum is None else w_N - minimum
+        q = torch.where(scale == 0, torch.zeros_like(q), (q / scale).round_().clamp_(self.low, self.high))
+        return q, q * scale if minimum is None else q * scale + minimum

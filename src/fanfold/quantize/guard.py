@@ -32,7 +32,8 @@ class Decision:
     error          relative output error of int8 activations: root mean square over tokens of |W dx| / |W x|.
     reason         one sentence with the numbers.
     worst_token    the largest |W dx| / |W x| of a token.
-    weights_error  the same measure for the rounding of the weights, as their scales let one expect it.
+    weights_error  the same measure for the rounding of the weights, as their scales let one expect it, massive inputs
+                   left out: what goes wrong there is no licence for more.
     massive        inputs whose largest activation is over `MASSIVE` times the median input's.
     massive_share  share of the squared output error that comes from the groups in which they lie.
     """
@@ -105,7 +106,7 @@ def measure(matrix: PackedMatrix, x_TK: Tensor) -> Decision:
         error=float(error_T.square().mean().sqrt()),
         reason="",
         worst_token=float(error_T.max()),
-        weights_error=float(_ratio(_rounding(quantized, x_TK), y_T).square().mean().sqrt()),
+        weights_error=float(_ratio(_rounding(quantized, x_TK * ~massive_K), y_T).square().mean().sqrt()),
         massive=int(massive_K.sum()),
         massive_share=share,
     )
