@@ -265,7 +265,7 @@ def test_guard_expects_the_rounding_that_there_is():
 
 
 def test_guard_allows_more_where_the_weights_are_coarse():
-    found = [guard.decide(_deaf(_matrix(f)), _massive(60)) for f in ("int8_g32", "int4_g32")]
+    found = [guard.decide(_deaf(_matrix(f)), _massive(25)) for f in ("int8_g32", "int4_g32")]
     assert [d.activations for d in found] == ["float", "int8"]
     assert "half of what the rounding of the weights costs" in found[1].reason
 
