@@ -235,7 +235,8 @@ def test_right_kernels_pass(format, ffn):
     spec = Spec.parse(ffn, d_model=96, d_ff=1100)  # more channels than are taken at a time
     one = contenders.Ours(contenders.gaussian(spec), format, cold=False)
     x = torch.randn(20, 96, generator=torch.Generator().manual_seed(0)).to(one.dtype)
-    found = contenders.check(one, x, [0, 1, 18, 19])
+    answers = contenders.Answers(one, x, [0, 1, 5, 18, 19])
+    found = contenders.check(one, answers, x, [0, 1, 18, 19])
     assert found.ok, found
 
 
@@ -247,10 +248,11 @@ def test_wrong_kernels_fail(format, monkeypatch):
     exact = contenders.as_torch(one.layers[0], torch.float64)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(one.dtype)
     rows = [0, 1, 2, 3]
+    answers = contenders.Answers(one, x, rows)
 
     def gives(y):
         monkeypatch.setattr(one, "ready", lambda _: lambda layer: y)
-        return contenders.check(one, x, rows)
+        return contenders.check(one, answers, x, rows)
 
     right = contenders.plain_torch.forward(x.double(), exact).to(x.dtype)
     assert gives(right).ok  # or nothing is proven by what fails
@@ -319,10 +321,10 @@ def test_json_is_one_document(quick):
 def test_ctrl_c_leaves_what_is_finished(quick, monkeypatch, as_json):
     block = bench_shape._block
 
-    def stopped(spec, made, tokens, *rest):
-        if tokens == 40:
+    def stopped(spec, made, x, *rest):
+        if len(x) == 40:
             raise KeyboardInterrupt
-        return block(spec, made, tokens, *rest)
+        return block(spec, made, x, *rest)
 
     monkeypatch.setattr(bench_shape, "_block", stopped)
     result = invoke("--shape", "64x160", "--tokens", "1,40", "--format", "fp32", *(["--json"] if as_json else []))

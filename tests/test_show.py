@@ -25,6 +25,7 @@ import typer
 from typer.testing import CliRunner
 
 import show_models
+from fanfold.kernels import packed
 from fanfold.show import bench, cli, doctor, failures, machine, models
 from fanfold.show import demo as demo_module
 
@@ -458,7 +459,7 @@ def test_swap_of_nothing_fails(tiny, monkeypatch, unidentified):
 SMALL = ("--repeats", "2", "--prompt-tokens", "8", "--new-tokens", "4", "--text-tokens", "150")
 
 
-@pytest.mark.parametrize("format", ["none", "fp32", "bf16"])
+@pytest.mark.parametrize("format", ["none", "fp32", "bf16", "int8"])
 def test_bench_of_a_causal_model(tiny, format):
     (run,) = document("bench", tiny, "--format", format, *SMALL)["runs"]
     before, after, results = run["before"], run["after"], run["results"]
@@ -468,11 +469,13 @@ def test_bench_of_a_causal_model(tiny, format):
         assert all(0 < s["p20"] <= s["median"] <= s["p80"] for s in side["tokens_per_s"].values())
         assert 0 < side["ffn_share"] < 1
     assert before["ffn_bytes"] == 2 * 4 * 3 * 32 * 88
-    assert after["ffn_bytes"] == before["ffn_bytes"] / (2 if format == "bf16" else 1)
+    held = "fp32" if format == "none" else format
+    packed_bytes = [packed.packed_bytes(held, n, k) for n, k in ((88, 32), (88, 32), (32, 88))]
+    assert after["ffn_bytes"] == (before["ffn_bytes"] if format == "none" else 2 * sum(packed_bytes))
     assert run["swap"]["n_swapped"] == 2
     assert 1 < results["perplexity"]["before"] < 1000
     assert results["perplexity"]["tokens"] == 150
-    if format == "bf16":
+    if format in ("bf16", "int8"):
         assert results["logits"]["relative_difference"] > 2.0**-24
     else:
         assert results["greedy"]["identical"]

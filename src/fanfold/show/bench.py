@@ -162,10 +162,12 @@ def _peak(model: Any, one: timing.Pass, besides: Any = None) -> int | None:
 
 
 def _ffn_bytes(model: Any, found: list[Any]) -> int:
-    """Bytes of the FFNs' parameters as they are held now."""
-    names = [p for f in found if f.spec is not None for p in f.projections.values()]
-    parameters = {id(p): p for name in names for p in model.get_submodule(name).parameters()}
-    return sum(p.nbytes for p in parameters.values())
+    """Bytes of the FFNs' matrices and biases as they are held now, packed or not."""
+    from ..models.packed_module import resident_bytes
+
+    names = {p for f in found if f.spec is not None for p in f.projections.values()}
+    modules = {id(m): m for name in names for m in model.get_submodule(name).modules()}
+    return sum(resident_bytes(m) for m in modules.values())
 
 
 def _compare(loaded: Any, before: Any, after: Any, sample: Any, read: str, settings: Settings) -> dict[str, Any]:

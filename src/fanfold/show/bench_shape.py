@@ -17,7 +17,9 @@ from .failures import NotEnoughMemoryError, first_line
 from .output import Progress, progress, size
 
 if TYPE_CHECKING:
-    from .contenders import Contender, Run
+    from torch import Tensor
+
+    from .contenders import Answers, Contender, Run
 
 FORMATS = tuple(name for name in stored.FORMATS if name != "fp8")
 DEFAULT_FORMATS, DEFAULT_TOKENS = "fp32,bf16,int8,int4", "1,16,512"
@@ -151,12 +153,16 @@ def run(request: Request) -> Iterator[dict[str, Any]]:
 
     Raises NotEnoughMemoryError, and ValueError with the reason where our kernels cannot run.
     """
+    import torch
+
     for spec in request.specs:
         _check_memory(spec, request)
         with progress(f"{_name(spec)}: making weights"):
             made, left_out = contenders(spec, request)
+        x = torch.randn(max(request.tokens), spec.d_model, generator=torch.Generator().manual_seed(0))
+        answers = _answers(spec, made, x, request.tokens)
         for tokens in request.tokens:
-            yield _block(spec, made, tokens, request, left_out)
+            yield _block(spec, made, x[:tokens], answers, request, left_out)
         made.clear()
 
 
@@ -178,15 +184,38 @@ def compared_with(format: str) -> tuple[str, ...]:
     return {"fp32": ("fp32",), "fp16": ("fp32",), "bf16": ("bf16",)}.get(format, ("fp32", "bf16"))
 
 
-def _block(spec: Spec, made: list[Contender], tokens: int, request: Request, left_out: list[str]) -> dict[str, Any]:
+def _checked(tokens: int) -> list[int]:
+    """The tokens that are held to float64: the first and the last ones."""
+    half = CHECKED // 2
+    return sorted({*range(min(half, tokens)), *range(max(0, tokens - half), tokens)})
+
+
+def _answers(spec: Spec, made: Sequence[Contender], x: Tensor, tokens: Sequence[int]) -> dict[str, Answers]:
+    """What ours must give for the tokens that are checked, at any of the counts."""
+    from .contenders import Answers, Ours
+
+    rows = sorted({row for count in tokens for row in _checked(count)})
+    ours = [one for one in made if isinstance(one, Ours)]
+    answers = {}
+    with progress(f"{_name(spec)}: the right answers, in float64") as step:
+        for i, one in enumerate(ours):
+            answers[one.name] = Answers(one, x.to(one.dtype), rows)
+            step(i + 1, len(ours))
+    return answers
+
+
+def _block(
+    spec: Spec, made: list[Contender], x: Tensor, answers: dict[str, Answers], request: Request, left_out: list[str]
+) -> dict[str, Any]:
     import torch
 
+    tokens = len(x)
     what = f"{_name(spec)}, tokens: {tokens}"
     with progress(f"{what}, measuring the machine"):
         roof = roofs.measure()
     with torch.no_grad():
         with progress(f"{what}, checking") as step:
-            cells, wrong, failed = _cells(spec, made, tokens, step)
+            cells, wrong, failed = _cells(spec, made, x, answers, step)
         with progress(f"{what}, timing by turns") as step:
             by_turns(cells, request.repeats, step)
     return {
@@ -203,22 +232,18 @@ def _block(spec: Spec, made: list[Contender], tokens: int, request: Request, lef
 
 
 def _cells(
-    spec: Spec, made: Sequence[Contender], tokens: int, step: Progress
+    spec: Spec, made: Sequence[Contender], x: Tensor, answers: dict[str, Answers], step: Progress
 ) -> tuple[list[Cell], list[str], list[str]]:
     """(the cells to time, a line for each of ours that is wrong and so not timed, one for each that cannot compile)."""
-    import torch
-
     from . import contenders as work
 
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, spec.d_model, generator=generator)
-    checked = sorted({*range(min(CHECKED // 2, tokens)), *range(max(0, tokens - CHECKED // 2), tokens)})
+    tokens = len(x)
     cells, wrong, failed = [], [], []
     for i, one in enumerate(made):
         own = x.to(one.dtype)
         error = None
         if isinstance(one, work.Ours):
-            found = work.check(one, own, checked)
+            found = work.check(one, answers[one.name], own, _checked(tokens))
             error = found.rms
             if not found.ok:
                 wrong.append(f"{_name(spec)} {one.name}, tokens: {tokens}: {found.ratio:.3g} times the error allowed")

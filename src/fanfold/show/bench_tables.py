@@ -106,6 +106,6 @@ def show_footer(blocks: Sequence[dict[str, Any]], repeats: int) -> None:
     """What the columns mean, and what was left out."""
     print("rates, roof and ratios by the fastest call; x: times as fast as PyTorch in the same run (higher is better)")
     print(f"below {DECODE} tokens weights come from memory: calls rotate over layers, or the caches are swept")
-    print(f"{repeats} turns of {TURN:g} s each, by turns; error: relative, against float64 on the stored weights")
+    print(f"turns of {TURN:g} s each: {repeats}; error: relative, against float64 on the stored weights")
     for line in dict.fromkeys(line for block in blocks for line in block["left_out"]):
         print(line)

@@ -28,6 +28,18 @@ class Format(str, Enum):
     none = "none"
     fp32 = "fp32"
     bf16 = "bf16"
+    fp16 = "fp16"
+    int8 = "int8"
+    int8_g32 = "int8_g32"
+    int8_g64 = "int8_g64"
+    int8_g128 = "int8_g128"
+    int4_g32 = "int4_g32"
+    int4_g64 = "int4_g64"
+    int4_g128 = "int4_g128"
+    q8_0 = "q8_0"
+    q4_0 = "q4_0"
+    q4_1 = "q4_1"
+    int4 = "int4"  # int4_g32
 
 
 class Dtype(str, Enum):

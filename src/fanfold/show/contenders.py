@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..count import formats as stored
 from ..kernels import packed
 from ..kernels import torch as plain_torch
 from ..spec import Spec
-from ..weights import PROJECTIONS, Weights, to_float64
+from ..weights import Weights, to_float64
 from . import roofs
 
 COLD_BYTES = 256 << 20  # of all layers together: beyond the caches
@@ -199,44 +199,62 @@ def as_torch(base: Weights, dtype: torch.dtype) -> Weights:
 # ---- the check ----
 
 
-def check(contender: Ours, x: torch.Tensor, rows: list[int]) -> numerics.Comparison:
-    """Hold y of some tokens to float64 on the weights as they are stored.
+class Answers:
+    """What some tokens must give, in float64 on a contender's weights as they are stored.
+
+    ideal    y of exact arithmetic [rows, D].
+    rounded  for integer formats: y of exact arithmetic on activations as the kernels round them; else None.
+    """
+
+    def __init__(self, contender: Ours, x: torch.Tensor, rows: Sequence[int]) -> None:
+        """x [T, D] in the contender's dtype; rows  the tokens that are going to be compared."""
+        self._place = {row: i for i, row in enumerate(rows)}
+        few, form = x[list(rows)], contender.format
+        weights = _unpacked(contender.layers[0])
+        self.ideal = _in_parts(few, weights, reference.coefficients)
+        self.rounded = None
+        if form in formats.INTEGER:
+            coefficients = functools.partial(_rounded_coefficients, format=form)
+            self.rounded = _in_parts(_rounded(to_float64(few), form), weights, coefficients)
+
+    def places(self, rows: Sequence[int]) -> list[int]:
+        """Where the tokens `rows` lie in `ideal` and `rounded`."""
+        return [self._place[row] for row in rows]
+
+
+def check(contender: Ours, answers: Answers, x: torch.Tensor, rows: Sequence[int]) -> numerics.Comparison:
+    """Hold y of some tokens to their answers.
 
     Float formats: the error may be at most twice that of PyTorch eager in x's dtype. Integer formats: at most twice the
-    error that quantizing the activations costs in exact arithmetic.
+    error that rounding the activations costs in exact arithmetic.
     x [T, D], rows  the tokens that are compared (all are computed).
     """
+    places = answers.places(rows)
     with torch.inference_mode():
-        y = contender.ready(x)(0)[rows].clone()
-    few = x[rows]
-    first = contender.layers[0]
-    if contender.format not in formats.INTEGER:
-        with torch.inference_mode():
-            theirs = plain_torch.forward(x, as_torch(first, x.dtype))[rows]
-        return numerics.compare(y, _in_parts(few, first, reference.coefficients), theirs)
-    ideal = _in_parts(few, first, reference.coefficients)
-    rounded = functools.partial(_rounded_coefficients, format=contender.format)
-    theirs = _in_parts(_rounded(to_float64(few), contender.format), first, rounded)
-    return numerics.compare(y, ideal, theirs, "float32")
+        y = contender.ready(x)(0)[list(rows)].clone()
+        if answers.rounded is not None:
+            return numerics.compare(y, answers.ideal[places], answers.rounded[places], "float32")
+        theirs = plain_torch.forward(x, as_torch(contender.layers[0], x.dtype))[list(rows)]
+    return numerics.compare(y, answers.ideal[places], theirs)
+
+
+def _unpacked(weights: Weights) -> Weights:
+    return weights.replace(
+        **{n: w.dequantize() if isinstance(w, packed.PackedMatrix) else w for n, w in weights.items()}
+    )
 
 
 def _in_parts(x: Any, weights: Weights, coefficients: Callable[[Any, Weights], Array]) -> Array:
     """y in float64, a part of the channels at a time: y is the sum over channels of coefficient * value."""
     spec = weights.spec
-    stored_as = {name: _float64_source(value) for name, value in weights.items() if name in PROJECTIONS}
     y = np.zeros((len(x), spec.d_model))
     for start in range(0, spec.d_ff, _CHANNELS):
         some = slice(start, start + _CHANNELS)
-        down = stored_as["down"][:, some]
+        down = weights.down[:, some]
         part = Spec.from_dict({**spec.to_dict(), "d_ff": down.shape[1]})
-        inward = {name: w[some] for name, w in stored_as.items() if name != "down"}
-        m = coefficients(x, Weights(part, down=down, **inward))
-        y += m @ to_float64(down).T
+        inward = {name: w[some] for name, w in weights.items() if name != "down"}
+        y += coefficients(x, Weights(part, down=down, **inward)) @ to_float64(down).T
     return y
-
-
-def _float64_source(value: Any) -> Any:
-    return value.dequantize() if isinstance(value, packed.PackedMatrix) else value
 
 
 def _rounded(x: Array, format: str) -> Array:
