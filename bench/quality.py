@@ -1,11 +1,12 @@
 """What each format costs in quality, on the two packaged models, FFNs only.
 
-    python bench/quality.py [--tokens 8192] [--calibration-tokens 8192] [--json FILE] [--models smollm2,minilm]
+    python bench/quality.py [--models smollm2,minilm] [--tokens 8192] [--calibration-tokens 8192] [--kernels] [--json X]
 
 SmolLM2-135M (its Q4_1 file, dequantized to float32): perplexity of the first tokens of Python's manual in windows of
-512, as change from float32 with the standard error of the change (token by token, both models on the same text). all-MiniLM-L6-v2 (float32): cosine of sentence embeddings with float32's. Weights only: the model's FFN weights
-are replaced by their dequantized values; "with_activations": the packed kernels run, activations in int8 too.
-GPTQ is calibrated on the second half of the manual, which is not measured on.
+512, as change from float32 with the standard error of the change (token by token, both models on the same text).
+all-MiniLM-L6-v2 (float32): cosine of sentence embeddings with float32's. Weights only: the model's FFN weights are
+replaced by their dequantized values; with --kernels: by the packed kernels too, activations in int8. GPTQ is
+calibrated on the second half of the manual, which is not measured on.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--calibration-tokens", type=int, default=8192)
+    parser.add_argument("--kernels", action="store_true", help="with the packed kernels too, activations in int8")
     parser.add_argument("--models", default=",".join(RUNS))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -153,7 +155,7 @@ def main() -> None:
             start = time.monotonic()
             packed = model.quantize(format, method)
             row: dict[str, Any] = {"model": name, "format": format, "method": method, **model.result()}
-            if model.causal and method == "rtn":
+            if args.kernels and model.causal and method == "rtn":
                 row |= {f"{k}_with_activations": v for k, v in model.with_kernels(packed).items()}
             row["seconds"] = time.monotonic() - start
             model.restore()

@@ -22,7 +22,7 @@ import fanfold as ff
 from fanfold import numerics
 from fanfold.checkpoints import CheckpointError
 from fanfold.kernels.packed import PackedMatrix
-from fanfold.quantize import calibrate, files, job
+from fanfold.quantize import files, job
 from fanfold.quantize.job import Calibration, quantize_checkpoint
 
 LAYERS, D, F, VOCAB = 3, 64, 96, 64

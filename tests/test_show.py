@@ -74,6 +74,7 @@ cost WHAT --variant --bias --tokens --format --group --hardware --tp --heads --k
 demo --repeats --json
 doctor --json
 inspect MODEL --json
+quantize MODEL --out --format --method --activations --calibration --tokens --json
 size --d-model --variant --bias --budget --params --flops-per-token --bytes --tp --format --group --hardware \
 --multiple-of --tokens --like --multiplier --explain --limit --measure --list --why --json
 swap MODEL --format --backend --dtype --json

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .failures import guarded
+from .failures import guarded, usage
 from .output import emit, number, percent, progress, size, stdout_kept, table
 
 LENGTH = 512  # tokens of a calibration sequence, fewer where the model sees fewer
@@ -39,7 +39,8 @@ def quantize(
         from ..quantize.ffn import check
         from ..quantize.job import quantize_checkpoint
 
-        check(format, method, activations)
+        with usage():
+            check(format, method, activations)
         _check_out(out)
         checkpoint = _open(model, format)
         calibrated = method == "gptq" or bool(calibration)
