@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .kernels import dispatch, op
+from . import formats
+from .count import formats as stored
+from .kernels import dispatch, op, packed, packed_op
 from .kernels import torch as torch_ops
+from .kernels.packed import PackedMatrix
 from .models.linears import pristine
 from .spec import Spec
-from .weights import Weights
+from .weights import PROJECTIONS, Weights
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,13 +60,20 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(spec.d_ff, spec.d_model, bias=spec.down_bias, **options)
 
     @classmethod
-    def from_weights(cls, weights: Weights, format: str | None = None, backend: str = "auto") -> FeedForward:
+    def from_weights(
+        cls, weights: Weights, format: str | None = None, backend: str = "auto"
+    ) -> FeedForward | PackedFeedForward:
         """A module that holds `weights` (torch tensors without a copy where the dtype stays; NumPy arrays copied).
 
-        format  None keeps the dtype given; "fp32", "bf16", "fp16" convert.  Raises ValueError on another name.
+        weights  arrays, or packed matrices (`kernels.packed`): those give a `PackedFeedForward`.
+        format   None keeps what is given; "fp32", "bf16", "fp16" convert; a format of integer codes ("int8", "int4",
+                 "q4_0", …) rounds to nearest and gives a `PackedFeedForward`: `fanfold.quantize` has better ways.
+        Raises ValueError on another name, or packed weights of another format.
         """
-        if format is not None and format not in FORMATS:
-            raise ValueError(f"format={format!r} is not known; known: None, {', '.join(FORMATS)}")
+        if format is not None and format not in FORMATS and format not in (*formats.INTEGER, *stored.ALIASES):
+            raise ValueError(f"format={format!r} is not known; known: None, {', '.join([*packed.FORMATS, 'int4'])}")
+        if packed.is_packed(weights) or (format is not None and format not in FORMATS):
+            return PackedFeedForward(_packed(weights, format), backend)
         module = cls(weights.spec, backend=backend, device="meta")
         state = {}
         for name, value in weights.items():
@@ -117,3 +128,118 @@ class FeedForward(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.spec.describe()}, backend={self.backend!r}"
+
+
+class PackedFeedForward(nn.Module):
+    """A feed-forward network on packed matrices, for inference.
+
+    weights  of `kernels.packed.PackedMatrix`, biases float32 (others are converted).
+    x  [..., d_model] float32 or bfloat16  ->  [..., d_model], x's dtype.
+
+    Buffers are `up_packed`, `down_packed`, `gate_packed` (the packed bytes) and the biases; state_dict holds them, and
+    load_state_dict takes those of a module of the same formats alone. Casts leave them as they are; .to() another
+    device raises. A gradient of x runs PyTorch's ops on the dequantized weights.
+    Raises ValueError if the weights are not packed, BackendError when a named backend cannot run a call.
+    """
+
+    def __init__(self, weights: Weights, backend: str = "auto") -> None:
+        super().__init__()
+        if not packed.is_packed(weights):
+            raise ValueError(f"weights are {weights.up.dtype} arrays, expected packed matrices: see from_weights")
+        dispatch.resolve(backend)
+        self.spec, self.backend = weights.spec, backend
+        self.kinds: dict[str, tuple[str, tuple[int, ...], str]] = {}
+        for name, value in weights.items():
+            if isinstance(value, PackedMatrix):
+                self.kinds[name] = (value.format, tuple(value.shape), value.activations)
+                self.register_buffer(f"{name}_packed", value.data)
+            else:
+                bias = value if isinstance(value, Tensor) else torch.tensor(value)
+                self.register_buffer(name, bias.detach().to("cpu", torch.float32).contiguous())
+        self._weights: Weights | None = None
+        self._description = packed_op.describe_ffn(self.weights())
+
+    def weights(self) -> Weights:
+        """The packed matrices and biases: the same memory, not a copy."""
+        if self._weights is None:
+            values: dict[str, Any] = {name: self._matrix(name) for name in self.kinds}
+            values |= {name: getattr(self, name) for name in ("gate_bias", "up_bias", "down_bias") if self._has(name)}
+            self._weights = Weights(self.spec, **values)
+        return self._weights
+
+    def _has(self, name: str) -> bool:
+        return self._buffers.get(name) is not None
+
+    def _matrix(self, name: str) -> PackedMatrix:
+        format, shape, activations = self.kinds[name]
+        made = PackedMatrix(format, (shape[0], shape[1]), getattr(self, f"{name}_packed"), activations)
+        setattr(self, f"{name}_packed", made.data)  # a copy where the bytes did not begin on a line of the cache
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.spec.d_model:
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected (…, {self.spec.d_model})")
+        if torch.compiler.is_compiling():
+            return self._traced(x)
+        return op.ffn(x, self.weights(), "torch" if torch_ops.autocast_on(x) else self.backend)
+
+    def _traced(self, x: Tensor) -> Tensor:
+        b = self._buffers
+        if not (torch.is_grad_enabled() and x.requires_grad) and dispatch.resolve(self.backend) != "torch":
+            data = (b.get("gate_packed"), b["up_packed"], b["down_packed"])
+            biases = (b.get("gate_bias"), b.get("up_bias"), b.get("down_bias"))
+            return torch.ops.fanfold.packed_ffn(x, *data, *biases, self._description)
+        wide: dict[str, Any] = {}
+        for name in self.kinds:
+            text = packed_op.describe_kind(self.kinds[name])
+            wide[name] = torch.ops.fanfold.packed_weight(b[f"{name}_packed"], text, x.dtype)
+        wide |= {name: b[name].to(x.dtype) for name in ("gate_bias", "up_bias", "down_bias") if self._has(name)}
+        return torch_ops.forward(x, Weights.unchecked(self.spec, **wide))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PackedFeedForward:
+        if not fn(torch.zeros((), dtype=torch.float32)).is_cpu:
+            raise RuntimeError("a PackedFeedForward runs on the CPU: its bytes are packed for it")
+        kept = {name: self._buffers[name] for name in ("gate_bias", "up_bias", "down_bias") if self._has(name)}
+        super()._apply(fn, recurse)
+        self._buffers.update(kept)  # the kernels read float32 biases, whatever the model is cast to
+        self._weights = None
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._weights = None  # assign=True gives other buffers
+
+    def get_extra_state(self) -> Tensor:
+        """What the bytes are, as JSON in a tensor (which every file format takes): load_state_dict holds it against
+        its own."""
+        text = json.dumps({"layout": packed.LAYOUT_VERSION, "weights": json.loads(self._description)})
+        return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        theirs, own = (bytes(t.tolist()).decode() for t in (state, self.get_extra_state()))
+        if json.loads(theirs) != json.loads(own):
+            raise ValueError(f"the state_dict is of {theirs}, this module of {own}: expected the same")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_weights": None}
+
+    def extra_repr(self) -> str:
+        kinds = ", ".join(f"{name} {format}" for name, (format, *_) in self.kinds.items())
+        return f"{self.spec.describe()}, {kinds}, backend={self.backend!r}"
+
+
+def _packed(weights: Weights, format: str | None) -> Weights:
+    """`weights` with packed matrices and float32 biases. Raises ValueError if they are packed in another format."""
+    name = format and stored.ALIASES.get(format, format)
+    out: dict[str, Any] = {}
+    for part, value in weights.items():
+        if part not in PROJECTIONS:
+            out[part] = value
+        elif isinstance(value, PackedMatrix):
+            if name not in (None, value.format):
+                raise ValueError(f"format={format!r}, but {part} is packed in {value.format}: expected None or that")
+            out[part] = value
+        else:
+            plain = value.detach().cpu().float().numpy() if isinstance(value, Tensor) else value
+            out[part] = PackedMatrix.pack(formats.quantize_matrix(plain, name or ""))
+    return Weights(weights.spec, **out)

@@ -31,7 +31,13 @@ _Kind = tuple[str, tuple[int, int], str]  # format, shape, activations
 
 def describe(matrix: PackedMatrix) -> str:
     """The description of one matrix for `fanfold::packed_linear` and `packed_weight`."""
-    return json.dumps([matrix.format, *matrix.shape, matrix.activations])
+    return describe_kind((matrix.format, tuple(matrix.shape), matrix.activations))
+
+
+def describe_kind(kind: tuple[str, tuple[int, ...], str]) -> str:
+    """The same from (format, shape, activations)."""
+    format, (n, k), activations = kind
+    return json.dumps([format, n, k, activations])
 
 
 def describe_ffn(weights: Weights) -> str:

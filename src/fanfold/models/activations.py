@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..kernels import dispatch
 from .packed_state import PackedFFNState
 from .packing import integer
 from .report import SwapRow
@@ -17,11 +18,17 @@ _TOGETHER = {"gate": "first", "up": "first", "gate_up": "first"}
 
 
 def choose_activations(
-    row: SwapRow, linears: dict[str, Any], paths: dict[str, str], activations: str, inputs: dict[str, Tensor]
+    row: SwapRow,
+    linears: dict[str, Any],
+    paths: dict[str, str],
+    activations: str,
+    inputs: dict[str, Tensor],
+    given: bool = False,
 ) -> None:
     """Set the activations of the packed linears {role: module} and say in the row what and why.
 
-    activations  "int8", "float", or "auto": by `quantize.guard` on `inputs` {path: [T, n_in]}; int8 without any.
+    activations  "int8", "float", or "auto": by `quantize.guard` on `inputs` {path: [T, n_in]}; without any int8, or
+                 what packed weights that were `given` say themselves.
     """
     if not integer(row.format):
         return
@@ -29,7 +36,13 @@ def choose_activations(
     for role in linears:
         groups.setdefault(_TOGETHER.get(role, role), []).append(role)
     for roles in groups.values():
-        kind, why = _chosen([linears[r] for r in roles], [paths[r] for r in roles], activations, inputs)
+        if given and activations == "auto" and not any(paths[r] in inputs for r in roles):
+            row.activations |= {role: linears[role]._fanfold.weight.parts[0].activations for role in roles}
+            continue
+        if dispatch.resolve(linears[roles[0]]._fanfold.backend) == "torch":
+            kind, why = "float", "" if activations != "int8" else "PyTorch's ops have no int8 activations"
+        else:
+            kind, why = _chosen([linears[r] for r in roles], [paths[r] for r in roles], activations, inputs)
         for role in roles:
             weight = linears[role]._fanfold.weight
             for part in weight.parts:

@@ -104,6 +104,7 @@ def ffn(x: Array, weights: Weights) -> Truth:
     return Truth(seen(m_TF, weights.down) @ wide.down.T + b, exact, edges)
 
 
+@torch.no_grad()
 def ffn_in_torch(x: Tensor, weights: Weights) -> Tensor:
     """The FFN as PyTorch computes it in float32 on what the kernels see.  x  [T, D] float32  ->  [T, D] float32."""
     up = linear_in_torch(x, weights.up, weights.up_bias)
@@ -112,6 +113,7 @@ def ffn_in_torch(x: Tensor, weights: Weights) -> Tensor:
     return linear_in_torch(m, weights.down, weights.down_bias)
 
 
+@torch.no_grad()
 def linear_in_torch(x: Tensor, m: PackedMatrix, bias: Tensor | None) -> Tensor:
     """The same for one matrix.  x  [T, K] float32  ->  [T, N] float32.
 

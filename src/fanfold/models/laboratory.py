@@ -26,12 +26,25 @@ def relative(y: Tensor, truth: Tensor) -> float:
 def free_copy(module: nn.Module) -> nn.Module:
     """A float32 (or float64) copy in eval mode without hooks: what the code computes, free to be changed."""
     twin = copy.deepcopy(module)
+    _unswap(twin)
     if any(is_half(p) for p in twin.parameters()):
         twin = twin.float()
     for m in twin.modules():
         for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks):
             hooks.clear()
     return twin.eval().requires_grad_(False)
+
+
+def _unswap(twin: nn.Module) -> None:
+    """Take swapped classes off a copy; packed linears get weights of their own (any: they are made random anyway)."""
+    for m in twin.modules():
+        original = getattr(type(m), "_fanfold_original", None)
+        if original is not None:
+            m.__class__ = original
+            m.__dict__.pop("_fanfold")
+            for name, p in m._parameters.items():
+                if p is not None and p.numel() > 1 and not any(p.stride()):
+                    m._parameters[name] = nn.Parameter(torch.zeros(p.shape, dtype=p.dtype), requires_grad=False)
 
 
 def randomise(linear: Any, generator: torch.Generator) -> None:

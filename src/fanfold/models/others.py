@@ -73,7 +73,7 @@ def _settle_tie(row: SwapRow, linear: Any, owner: Owner, before: int) -> None:
     """A tied table stays for whoever looks things up in it; a packed copy beside it must pay."""
     path, module, name = owner
     after = row.bytes_after or 0
-    linear._fanfold.owner = (module, name)
+    linear._fanfold.tie((module, name))
     said = f"tied to {path}, which keeps its own {before / 1e6:.1f} MB"
     if after > _PAYS * before:
         row.status = "left"

@@ -14,11 +14,12 @@ from ..layout import INTERLEAVED, SEPARATE, Layout
 from ..weights import Weights
 from .linears import is_conv1d
 from .packed_module import real_weights, stub_used
-from .packed_weight import PackedWeight, parameter
+from .packed_weight import PackedWeight, pack, parameter
 from .quick import Quick, preparable
 from .states import AUTOCAST, GRADIENTS, FFNState, LinearState
 
 EXCHANGED = "its weight was exchanged after the swap"
+TABLE = "the table that its weight is tied to has changed"
 _NO_LIMIT = 1 << 62
 _plain_linear = nn.functional.linear
 
@@ -41,15 +42,40 @@ class PackedLinearState(LinearState):
         self.kept: nn.Parameter | None = original
         self.owner: tuple[nn.Module, str] | None = None
         self.reloaded = False
+        self._table: tuple[Any, ...] | None = None  # the mark of the owner's table when it was packed
         self._bias: tuple[Any, ...] = ()
         self._mark = mark(stub)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_bias": ()}
+        return {**super().__getstate__(), "_bias": (), "_table": self.table() is None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._mark = mark(self.stub)
+        same, table = state["_table"], self._owned()
+        self._table = mark(table) if same and table is not None else None
+
+    def tie(self, owner: tuple[nn.Module, str]) -> None:
+        """The original lives on as a parameter of another module: a tied embedding."""
+        self.owner = owner
+        table = self._owned()
+        self._table = None if table is None else mark(table)
+
+    def _owned(self) -> nn.Parameter | None:
+        if self.owner is None:
+            return None
+        module, name = self.owner
+        found = module._parameters.get(name)
+        return found if found is not None and found.shape == self.stub.shape else None
+
+    def tied(self) -> nn.Parameter | None:
+        """The original, where a tied module has gone on holding it."""
+        return None if self.reloaded else self._owned()
+
+    def table(self) -> nn.Parameter | None:
+        """The table that the weight is tied to, if it has changed since it was packed: then it is what counts."""
+        table = self._owned()
+        return None if table is None or mark(table) == self._table else table
 
     def holds(self, module: nn.Module) -> bool:
         """Whether `module` still has the stub, untouched: then its weights are the packed ones."""
@@ -74,6 +100,10 @@ class PackedLinearState(LinearState):
         """One call, with every check."""
         if not self.holds(module):
             return self._exchanged(module, x)
+        table = self.table()
+        if table is not None:
+            self.step_aside(TABLE)
+            return self._plain_table(module, x, table)
         reason = self._objection(module, x)
         if reason is not None:
             self.step_aside(reason)
@@ -101,6 +131,11 @@ class PackedLinearState(LinearState):
         dtype = self.dtype if torch_ops.autocast_on(x) else x.dtype
         bias = module.bias
         return _plain_linear(x, self.weight.matrix(dtype), None if bias is None else bias.to(dtype))
+
+    def _plain_table(self, module: Any, x: Tensor, table: Tensor) -> Tensor:
+        dtype = self.dtype if torch_ops.autocast_on(x) else x.dtype
+        matrix, bias = (table.t() if is_conv1d(module) else table), module.bias
+        return _plain_linear(x, matrix.to(dtype), None if bias is None else bias.to(dtype))
 
     def requires_grad_now(self, module: nn.Module) -> bool:
         bias = module._parameters.get("bias")
@@ -152,12 +187,23 @@ class PackedLinearState(LinearState):
             return
         places = module._parameters
         watched = [(places, key, p) for key, p in places.items()]
-        asked = (*questions, (self.stub.data_ptr, self.stub.data_ptr()))
+        asked = [*questions, (self.stub.data_ptr, self.stub.data_ptr())]
+        table = self._owned()
+        if table is not None:
+            counted = version(table)
+            if counted is None:
+                return
+            asked += [(table.data_ptr, table.data_ptr()), (functools.partial(getattr, table, "_version"), counted)]
         self.quick = Quick(call, x, None, watched, limit=_NO_LIMIT, questions=asked)
 
     def save(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
-        """Put the dequantized weights into a state_dict, in the original's dtype and orientation."""
+        """Put the dequantized weights into a state_dict, in the original's dtype and orientation; where they are tied
+        to a table, the table, so that files know them as tied."""
         if self.holds(module) and f"{prefix}weight" in destination:
+            table = self._owned()
+            if table is not None:
+                destination[f"{prefix}weight"] = table.detach()
+                return
             made = parameter(self.weight.matrix(self.dtype), module, False).detach()
             destination[f"{prefix}weight"] = made
 
@@ -172,11 +218,17 @@ class PackedLinearState(LinearState):
         now = self.weight.matrix(self.dtype)
         if torch.equal(matrix.to(now), now):
             return None
+        new = [
+            pack(m, part.format) for m, part in zip(PackedWeight.split(matrix, self.weight.order), self.weight.parts)
+        ]
+        if all(torch.equal(a.data, b.data) for a, b in zip(new, self.weight.parts)):
+            self._table = mark(self._owned()) if self._owned() is not None else None  # loaded, and still the same
+            return None
         if self.format not in packed._FLOATS:
-            return f'{key} is packed as {self.format}, and "{key}" is another matrix: unswap, load, and swap again'
+            return f"{key} is packed as {self.format}, and another matrix is given: unswap, load, and swap again"
         self.reloaded = True
-        for part, new in zip(self.weight.parts, PackedWeight.split(matrix, self.weight.order)):
-            part.data.copy_(packed.PackedMatrix.pack(new, self.format).data)  # in place: bound calls read it there
+        for part, made in zip(self.weight.parts, new):
+            part.data.copy_(made.data)  # in place: bound calls read it there
         return None
 
 
@@ -233,7 +285,8 @@ class PackedFFNState(FFNState):
     def own_code(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's code over its packed linears; once more on real weights if it computes with one itself."""
         y = super().own_code(module, args, kwargs)
-        if not torch.compiler.is_compiling() and stub_used(y, (*args, *kwargs.values())):
+        blind = torch.compiler.is_compiling() or torch_ops.transform_active() is not None
+        if not blind and stub_used(y, (*args, *kwargs.values())):
             with real_weights(list(self.linears.values())):
                 return super().own_code(module, args, kwargs)
         return y

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import formats
 from ..kernels import packed, packed_op
 from ..kernels.packed import PackedMatrix
 from ..layout import GATE_UP, SEPARATE, UP_GATE, UP_GATE_INTERLEAVED, Layout
@@ -99,6 +100,14 @@ class PackedWeight:
     def __setstate__(self, state: dict[str, Any]) -> None:
         # made anew, so that the bytes begin on a line of the cache in the copy as well
         self.__init__(tuple(PackedMatrix(*kept) for kept in state["parts"]), state["order"])
+
+
+def pack(weight: Tensor, format: str) -> PackedMatrix:
+    """A float matrix [out, in] in `format`; integer formats by the rounding of `formats`."""
+    if format in packed._FLOATS:
+        return PackedMatrix.pack(weight, format)
+    plain = weight.detach().to("cpu", torch.float32).contiguous().numpy()
+    return PackedMatrix.pack(formats.quantize_matrix(plain, format))
 
 
 def make_stub(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:

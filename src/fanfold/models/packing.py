@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import formats
 from ..kernels import packed
@@ -16,17 +16,9 @@ from ..kernels.packed import PackedMatrix
 from ..layout import SEPARATE
 from .linears import matrix
 from .packed_state import PackedLinearState
-from .packed_weight import PackedWeight, make_stub, parameter
+from .packed_weight import PackedWeight, make_stub, pack, parameter
 from .states import LinearState
 from .swapped import PackedLinear, install, uninstall
-
-
-def pack(weight: Tensor, format: str) -> PackedMatrix:
-    """A float matrix [out, in] in `format`; integer formats by the rounding of `formats`."""
-    if format in packed._FLOATS:
-        return PackedMatrix.pack(weight, format)
-    plain = weight.detach().to("cpu", torch.float32).contiguous().numpy()
-    return PackedMatrix.pack(formats.quantize_matrix(plain, format))
 
 
 class Packer:
@@ -88,26 +80,17 @@ class Unpacker:
         linear._parameters["weight"] = own
         if state.reloaded:
             return f"the weights were changed after the swap; they are those, as {state.format} held them"
-        if own is state.kept or _owned(state) is own or _exact(state):
+        if own is state.kept or state.tied() is own or _exact(state):
             return ""
         done = "rounded to" if state.format in packed._FLOATS else "dequantized from"
         return f"the weights are now the ones {done} {state.format}"
 
     def _original(self, linear: nn.Module, state: PackedLinearState) -> nn.Parameter:
         if not state.reloaded:
-            found = state.kept if state.kept is not None else _owned(state)
+            found = state.kept if state.kept is not None else state.tied()
             if found is not None:
                 return found
         return parameter(state.weight.matrix(state.dtype), linear, state.requires_grad)
-
-
-def _owned(state: PackedLinearState) -> nn.Parameter | None:
-    """The original, where a tied module has gone on holding it."""
-    if state.owner is None or state.reloaded:
-        return None
-    module, name = state.owner
-    found = module._parameters.get(name)
-    return found if found is not None and found.shape == state.stub.shape else None
 
 
 def _exact(state: PackedLinearState) -> bool:

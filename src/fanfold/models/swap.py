@@ -185,7 +185,7 @@ def _swap_one(job: Job, found: Found, given: Weights | None) -> SwapRow:
     row.status, row.backend = "swapped", "cpu" if job.backend == "auto" else job.backend
     if job.format is not None:
         row.bytes_after = sum(m._fanfold.weight.nbytes for m in linears.values())
-        choose_activations(row, linears, found.projections, job.activations, job.inputs)
+        choose_activations(row, linears, found.projections, job.activations, job.inputs, given is not None)
     if truths is not None:
         _verify(row, module, linears, found, truths)
         if row.status != "swapped":
@@ -233,7 +233,8 @@ def _install(module: nn.Module, linears: dict[str, Any], found: Found, job: Job,
             order = found.layout.order if role == "gate_up" else SEPARATE
             owner = job.owner(linear)
             state = job.packer.pack(linear, path, order, prepacked.parts(given, role))
-            state.owner = owner and owner[1:]
+            if owner is not None:
+                state.tie(owner[1:])
         elif found.kind == "pair":
             install(linear, SwappedLinear, LinearState(path, None, job.backend))
         else:
