@@ -72,6 +72,7 @@ def test_accepts_arrays_tensors_of_any_dtype_and_packed_matrices():
     w = _weights()
     base = ff.quantize(w, "int8_g64")
     arrays = w.replace(**{n: v.double().numpy() for n, v in w.items()})
+    arrays.up.flags.writeable = False
     strided = w.replace(up=torch.stack([w.up, w.up], dim=-1)[..., 0])
     for other in (arrays, strided):
         assert torch.equal(ff.quantize(other, "int8_g64").up.data, base.up.data)
@@ -101,8 +102,8 @@ def test_gptq_without_passing_errors_on_is_seen():
         return numerics.relative_error(_inputs(1) @ torch.from_numpy(q.dequantize()).T, y)
 
     h = gptq.hessian(x)
-    whole = error(gptq.gptq(w, h, "int4_g32"))
-    mutant = error(gptq.gptq(w, torch.diag(h.diagonal()), "int4_g32"))
+    whole = error(gptq.gptq(w, gptq.prepare(h, "int4_g32")))
+    mutant = error(gptq.gptq(w, gptq.prepare(torch.diag(h.diagonal()), "int4_g32")))
     assert whole**2 < error(formats.quantize_matrix(w.numpy(), "int4_g32")) ** 2 / 2 < mutant**2
 
 
@@ -121,7 +122,7 @@ def test_gptq_calibrates_down_on_the_coefficients_of_the_quantized_gate_and_up()
     q = ff.quantize(w, "int4_g32", method="gptq", inputs=x)
     up, gate = (x @ m.dequantize().T for m in (q.up, q.gate))
     c = torch_ops.coefficients(w.spec, up, gate)
-    expected = PackedMatrix.pack(gptq.gptq(w.down, gptq.hessian(c), "int4_g32"))
+    expected = PackedMatrix.pack(gptq.gptq(w.down, gptq.prepare(gptq.hessian(c), "int4_g32")))
     assert torch.equal(q.down.data, expected.data)
 
 
@@ -136,8 +137,10 @@ def test_dead_inputs_are_rounded_to_nearest():
 
 def test_gptq_falls_back_with_the_reason():
     w = _weights()
-    with pytest.warns(UserWarning, match=r"gate: all calibration inputs are zero: rounded to nearest"):
+    with pytest.warns(UserWarning, match="all calibration inputs are zero: rounded to nearest") as seen:
         q = ff.quantize(w, "int4", method="gptq", inputs=torch.zeros(50, D))
+    assert [str(one.message).split(":")[1] for one in seen] == [" gate and up", " down"]
+    assert {one.filename for one in seen} == {__file__}
     assert torch.equal(q.up.data, ff.quantize(w, "int4").up.data)
     with pytest.raises(gptq.HessianError, match="not positive definite at input 1"):
         gptq.inverse_factor(torch.tensor([[1.0, 5.0], [5.0, 1.0]]))

@@ -9,6 +9,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,7 +62,7 @@ def quantize(
     """
     result = quantize_ffn(weights, format, method, inputs, activations)
     for note in result.notes:
-        warnings.warn(f"fanfold: {note}", stacklevel=2)
+        warnings.warn(f"fanfold: {note}", stacklevel=3)  # the caller of `fanfold.quantize`
     return result.weights
 
 
@@ -115,10 +116,10 @@ class _Maker:
         self, matrices: dict[str, Any], inputs: Tensor | None, decisions: dict[str, Decision]
     ) -> dict[str, PackedMatrix]:
         """Matrices that read the same inputs, packed, with the same activations."""
-        h = None
-        if self.method == "gptq" and inputs is not None:
-            h = gptq.hessian(inputs)
-        packed = {name: self._pack(matrix, name, h) for name, matrix in matrices.items()}
+        prepared = None
+        if self.method == "gptq" and inputs is not None and not all(self._kept(m) for m in matrices.values()):
+            prepared = self._prepared(inputs, " and ".join(matrices))
+        packed = {name: self._pack(matrix, name, prepared) for name, matrix in matrices.items()}
         if self.format in formats.FLOAT:
             return packed
         chosen = self.activations
@@ -133,34 +134,33 @@ class _Maker:
     def _kept(self, matrix: Any) -> bool:
         return isinstance(matrix, PackedMatrix) and matrix.format == self.format
 
-    def _pack(self, matrix: Any, name: str, h: Tensor | None) -> PackedMatrix:
-        if isinstance(matrix, PackedMatrix) and matrix.format == self.format:
-            return PackedMatrix(
-                matrix.format, (matrix.shape[0], matrix.shape[1]), matrix.data
-            )  # shared; its own activations
+    def _prepared(self, inputs: Tensor, what: str) -> gptq.Prepared | None:
+        try:
+            return gptq.prepare(gptq.hessian(inputs), self.format)
+        except gptq.HessianError as error:
+            self.notes.append(f"{what}: {error}: rounded to nearest instead of gptq")
+            return None
+
+    def _pack(self, matrix: Any, name: str, inputs: gptq.Prepared | None) -> PackedMatrix:
+        if self._kept(matrix):
+            return PackedMatrix(matrix.format, (matrix.shape[0], matrix.shape[1]), matrix.data)  # shared
         if self.format in formats.FLOAT:
             return PackedMatrix.pack(matrix.dequantize() if isinstance(matrix, PackedMatrix) else matrix, self.format)
         w = to_float32(matrix)
         try:
-            return PackedMatrix.pack(self._codes(w, name, h))
+            q = formats.quantize_matrix(w.numpy(), self.format) if inputs is None else gptq.gptq(w, inputs)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-
-    def _codes(self, w: Tensor, name: str, h: Tensor | None) -> formats.Quantized:
-        if h is not None:
-            try:
-                return gptq.gptq(w, h, self.format)
-            except gptq.HessianError as error:
-                self.notes.append(f"{name}: {error}: rounded to nearest instead of gptq")
-        return formats.quantize_matrix(w.numpy(), self.format)
+        return PackedMatrix.pack(q)
 
 
 def to_float32(matrix: Any) -> Tensor:
     """A matrix of any kind as a contiguous float32 tensor on the CPU."""
     if isinstance(matrix, PackedMatrix):
         matrix = matrix.dequantize()
-    tensor = matrix.detach() if isinstance(matrix, Tensor) else torch.as_tensor(matrix)
-    return tensor.to("cpu", torch.float32).contiguous()
+    if not isinstance(matrix, Tensor):
+        return torch.from_numpy(np.array(matrix, np.float32, order="C"))
+    return matrix.detach().to("cpu", torch.float32).contiguous()
 
 
 def _bias(value: Any) -> Tensor:

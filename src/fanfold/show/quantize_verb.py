@@ -148,7 +148,11 @@ def remarks(document: dict[str, Any]) -> list[str]:
         for name, said in row["guard"].items():
             if row["activations"][name.split(" ")[0]] == "float":
                 by_reason.setdefault(f"{name}: float activations: {said['reason']}", []).append(str(row["layer"]))
-    out = [f"layer {', '.join(layers)}: {reason}" for reason, layers in by_reason.items()]
+    every = len(document["layers"])
+    out = [
+        f"{'every layer' if len(layers) == every else 'layer ' + ', '.join(layers)}: {reason}"
+        for reason, layers in by_reason.items()
+    ]
     guarded = any(row["guard"] for row in document["layers"])
     if not guarded and any("int8" in row["activations"].values() for row in document["layers"]):
         out.append("what int8 activations cost was not measured: --calibration FILE or --method gptq measures it")
