@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .linears import quiet
+
 
 def default_inputs(model: nn.Module) -> dict[str, Any] | None:
     """Small random inputs for a transformers model, from its config; None if we do not know what it reads."""
@@ -45,7 +47,7 @@ def record_calls(
 ) -> tuple[dict[str, tuple[tuple, dict[str, Any]]], str]:
     """({path: (args, kwargs)} of the first call of each module in one eval run of `model`, error text or "").
 
-    inputs  a dict of keyword arguments, a tuple of arguments or one tensor. Modes and hooks are put back.
+    inputs  a dict of keyword arguments, a tuple of arguments or one tensor. Its hooks do not fire; modes are put back.
     """
     calls: dict[str, tuple[tuple, dict[str, Any]]] = {}
 
@@ -56,23 +58,17 @@ def record_calls(
         return hook
 
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
-    handles = [model.get_submodule(p).register_forward_pre_hook(recorder(p), with_kwargs=True) for p in paths]
-    modes = {m: m.training for m in model.modules()}
     error = ""
-    try:
-        model.eval()
-        with torch.no_grad():
+    with torch.no_grad(), quiet(model):
+        for path in paths:
+            model.get_submodule(path).register_forward_pre_hook(recorder(path), with_kwargs=True)
+        try:
             if isinstance(inputs, dict):
                 model(**{k: placed(v, like) for k, v in inputs.items()})
             elif isinstance(inputs, (tuple, list)):
                 model(*(placed(v, like) for v in inputs))
             else:
                 model(placed(inputs, like))
-    except Exception as failure:  # the model is somebody else's code: whatever it raises is the reason we report
-        error = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, mode in modes.items():
-            module.training = mode
+        except Exception as failure:  # the model is somebody else's code: whatever it raises is the reason we report
+            error = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
     return calls, error

@@ -97,7 +97,8 @@ def swap(
             if progress is not None:
                 progress(len(found) + i + 1, 2 * len(found))
         if linears == "all":
-            taken = [state.path for row in report.rows for state in row.states]
+            done = [item for item, row in zip(found, report.rows) if row.status == "swapped"]
+            taken = [path for item in done for path in item.projections.values()]
             report.rows += [swap_linear(job, path, m) for path, m in other_linears(model, taken).items()]
         if format is None and dispatch.resolve(backend) == "auto":
             choose_by_measurement(model, report.rows)

@@ -55,8 +55,9 @@ def judge(row: SwapRow, cases: list[Case], run: Callable[[Tensor], Tensor]) -> N
         if worst is None or result.ratio > worst.ratio:
             worst = result
             row.error_torch = numerics.relative_error(beside, truth)
-        row.format_error = _larger(row.format_error, numerics.relative_error(case.truth.exact, case.exact))
-        row.quantization_error = _larger(row.quantization_error, numerics.relative_error(truth, case.exact))
+        if row.format is not None:
+            row.format_error = _larger(row.format_error, numerics.relative_error(case.truth.exact, case.exact))
+            row.quantization_error = _larger(row.quantization_error, numerics.relative_error(truth, case.exact))
     assert worst is not None
     row.error, row.ratio = worst.rms, worst.ratio
     if not worst.ok:
