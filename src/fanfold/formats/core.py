@@ -91,7 +91,7 @@ def _spread(format: str, length: int) -> Array:
 def quantize_activations(x: Array, format: str) -> tuple[Array, Array]:
     """What the kernels make of activations that meet a matrix in `format`: (codes [T, K] int8, scale [T, A] float32).
 
-    x [T, K] float32. A group of activations is the matrix's own (128 where a row has one scale):
+    x [T, K] float32. A group of activations is the matrix's own (256 where a row has one scale):
     scale = max|x| / 127, code = round(x / scale), ties to even.
     """
     width = activation_group(format)
@@ -115,4 +115,4 @@ def group(format: str) -> int:
 
 def activation_group(format: str) -> int:
     """Inputs whose activations share a scale."""
-    return stored.get(format).group or 128
+    return stored.get(format).group or 256

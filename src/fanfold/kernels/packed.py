@@ -279,7 +279,7 @@ def forward(x: Tensor, weights: Weights) -> Tensor:
     x  [..., d_model] float32 or bfloat16  ->  [..., d_model], x's dtype, contiguous. Biases float32.
     Float formats: float32 accumulation (bfloat16 products of a bfloat16 x may run on the CPU's unit for them).
     Integer formats with activations "int8": x and the coefficients are quantized per token and group (the matrix's own
-    groups, 128 where a row has one scale), integer sums are exact; a call whose x is not finite runs as "float".
+    groups, 256 where a row has one scale), integer sums are exact; a call whose x is not finite runs as "float".
     Bit-equal for the same input, instruction set and format. Not differentiable. Raises ValueError with the reason.
     """
     reason = why_not(x, weights)

@@ -1,6 +1,11 @@
 // Choice of the instruction set, and one call.
 #include "core.h"
 
+#if defined(FANFOLD_X86) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "packed.h"
 #include "workspace.h"
 
@@ -10,13 +15,22 @@ extern const Kernels kKernelsScalar;
 extern const PackedKernels kPackedScalar;
 #ifdef FANFOLD_X86
 extern const Kernels kKernelsAvx2, kKernelsAvx512;
-extern const PackedKernels kPackedAvx2, kPackedAvxVnni, kPackedAvx512, kPackedAvx512Vnni;
+extern const PackedKernels kPackedAvx2, kPackedAvxVnni, kPackedAvx512, kPackedAvx512Vnni, kPackedAvx512Bf16, kPackedAmx;
 #endif
 
 namespace {
 
 bool always() { return true; }
 #ifdef FANFOLD_X86
+// The system keeps tile registers across context switches only for processes that have asked for them.
+bool tiles_granted() {
+#ifdef __linux__
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
@@ -26,6 +40,12 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_avx512_bf16() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
+bool has_amx() {
+  static const bool granted =
+      has_avx512_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && tiles_granted();
+  return granted;
+}
 #endif
 
 struct Entry {
@@ -41,6 +61,8 @@ const Entry kIsas[] = {
     {{"avxvnni", &kKernelsAvx2, &kPackedAvxVnni}, has_avx_vnni},
     {{"avx512", &kKernelsAvx512, &kPackedAvx512}, has_avx512},
     {{"avx512vnni", &kKernelsAvx512, &kPackedAvx512Vnni}, has_avx512_vnni},
+    {{"avx512bf16", &kKernelsAvx512, &kPackedAvx512Bf16}, has_avx512_bf16},
+    {{"amx", &kKernelsAvx512, &kPackedAmx}, has_amx},
 #endif
 };
 

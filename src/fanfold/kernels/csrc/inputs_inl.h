@@ -1,14 +1,17 @@
 // What the tokens bring to a matrix, laid out as the tiles read it. Included by packed_inl.h.
 
-enum Mode { kFloatMode, kInt8Mode };
+// kDotMode: bfloat16 pairs for the CPU's two-element dot products; kRowMode: bfloat16 rows for its matrix unit.
+enum Mode { kFloatMode, kInt8Mode, kDotMode, kRowMode };
 
 // Tokens in even groups of at most `most`, as many as a tile holds. The numbers of a group of T tokens lie together:
-// floats [k][T], codes [k / 4][T][4], what belongs to an activation group [group][T].
+// floats [k][T], bfloat16 pairs [k / 2][T][2], codes [k / 4][T][4], what belongs to an activation group [group][T].
+// In kRowMode they lie in rows [tokens][ld] instead, with rows of zeros up to a multiple of kTileTokens.
 struct Inputs {
   Mode mode;
   ptrdiff_t tokens, most;
   ptrdiff_t ld, tables;  // inputs, activation groups of a token, padding included
   float* f;
+  uint16_t* b;  // bfloat16
   int8_t* q;
   float* scale;
   int32_t* start;  // - offset * sum of the codes: where an integer sum begins
@@ -19,13 +22,25 @@ struct Inputs {
   ptrdiff_t group_of(ptrdiff_t t) const { return ((t + 1) * groups() - 1) / tokens; }
 };
 
-INL Mode mode_of(const Packed& m) { return m.int8_activations ? kInt8Mode : kFloatMode; }
+// bfloat16 products only where x is bfloat16 itself, or would be rounded to 8 bits.
+INL Mode mode_of(const Packed& m, bool narrow_x, ptrdiff_t tokens) {
+#if defined(FANFOLD_AMX)
+  if (m.format == kBf16 && narrow_x && tokens >= kTilesFrom) return kRowMode;
+  if (m.is_integer() && (m.int8_activations || narrow_x) && tokens >= kTilesFromCodes) return kRowMode;
+#elif defined(FANFOLD_BF16)
+  if (m.format == kBf16 && narrow_x) return kDotMode;
+#endif
+  (void)narrow_x;
+  (void)tokens;
+  return m.int8_activations ? kInt8Mode : kFloatMode;
+}
 
 INL size_t line_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // Lays the arrays of `tokens` tokens out from `at` on; returns what follows them.
-INL size_t place_inputs(const Packed& m, ptrdiff_t tokens, bool pair, uintptr_t base, size_t at, Inputs* in) {
-  in->mode = mode_of(m);
+INL size_t place_inputs(const Packed& m, ptrdiff_t tokens, Mode mode, bool pair, uintptr_t base, size_t at,
+                        Inputs* in) {
+  in->mode = mode;
   in->tokens = tokens;
   if (in->mode == kFloatMode) {
     in->most = pair ? kPairTokens : kOneTokens;
@@ -33,8 +48,20 @@ INL size_t place_inputs(const Packed& m, ptrdiff_t tokens, bool pair, uintptr_t 
     in->f = (float*)(base + at);
     return at + line_up((size_t)(tokens * in->ld) * sizeof(float));
   }
+  if (in->mode == kDotMode) {
+    in->most = pair ? kPairTokens : kOneTokens;
+    in->ld = round_up(m.k, 16);
+    in->b = (uint16_t*)(base + at);
+    return at + line_up((size_t)(tokens * in->ld) * sizeof(uint16_t));
+  }
+  if (in->mode == kRowMode) {
+    in->most = kTileTokens;
+    in->ld = round_up(m.k, 64) + 32;  // whole lines, and not all rows in the same cache sets
+    in->b = (uint16_t*)(base + at);
+    return at + line_up((size_t)(round_up(tokens, kTileTokens) * in->ld) * sizeof(uint16_t));
+  }
   in->most = pair ? kIntPairTokens : kIntOneTokens;
-  in->ld = round_up(m.k, 128);
+  in->ld = round_up(m.k, 256);  // whole activation groups of every format
   in->tables = div_up(m.k, m.activation_group);
   const size_t table = line_up((size_t)(tokens * in->tables) * 4);
   in->q = (int8_t*)(base + at);
@@ -122,6 +149,33 @@ INL void put_floats(const Inputs& in, ptrdiff_t t, ptrdiff_t k0, ptrdiff_t n, co
   }
 }
 
+// As put_floats, rounded to bfloat16. n is a multiple of 16.
+INL void put_narrow(const Inputs& in, ptrdiff_t t, ptrdiff_t k0, ptrdiff_t n, const float* v) {
+  if (in.mode == kRowMode) {
+    for (ptrdiff_t k = 0; k < n; k += W) put(in.b + t * in.ld + k0 + k, load(v + k));
+    return;
+  }
+  const ptrdiff_t g = in.group_of(t), t0 = in.begin(g), T = in.begin(g + 1) - t0;
+  uint16_t* const to = in.b + t0 * in.ld + k0 * T + (t - t0) * 2;
+  for (ptrdiff_t k = 0; k < n; k += W) {
+    const vh h = to_bf16(load(v + k));
+    for (int i = 0; i < W; i += 2) __builtin_memcpy(to + (k + i) * T, (const uint16_t*)&h + i, 4);
+  }
+}
+
+// Inputs [k0, k0 + n) of token t made ready, from floats with zeros up to `padded` and to whole activation groups.
+// Returns whether they could be.
+INL bool put_inputs(const Packed& m, const Inputs& in, ptrdiff_t t, ptrdiff_t k0, ptrdiff_t n, ptrdiff_t padded,
+                    const float* v) {
+  if (in.mode == kInt8Mode) return quantize_row(m, in, t, k0, n, v);
+  if (in.mode == kFloatMode) {
+    put_floats(in, t, k0, padded, v);
+  } else {
+    put_narrow(in, t, k0, padded, v);
+  }
+  return true;
+}
+
 template <class XT>
 INL void widen_row(const XT* from, ptrdiff_t n, float* to, ptrdiff_t padded) {
   ptrdiff_t k = 0;
@@ -144,11 +198,7 @@ static bool take_input(const PackedCall& c, const Packed& m, const Inputs& in, p
     } else {
       widen_row((const uint16_t*)c.x + at + k, n, part, padded);
     }
-    if (in.mode == kFloatMode) {
-      put_floats(in, t, k, padded, part);
-    } else {
-      finite &= quantize_row(m, in, t, k, n, part);
-    }
+    finite &= put_inputs(m, in, t, k, n, padded, part);
   }
   return finite;
 }

@@ -20,7 +20,7 @@ constexpr Layout kLayouts[kFormatCount] = {
     {8, 64, false, 128}, {8, 128, false, 128}, {4, 32, true, 0}, {4, 64, true, 0},    {4, 128, true, 0},
     {8, 32, false, 128}, {4, 32, false, 8},  {4, 32, true, 0}};
 
-constexpr ptrdiff_t kRowGroup = 128;  // activations that share a scale where the weights have one a row
+constexpr ptrdiff_t kRowGroup = 256;  // activations that share a scale where the weights have one a row
 
 ptrdiff_t up_to(ptrdiff_t n, ptrdiff_t unit) { return (n + unit - 1) / unit * unit; }
 

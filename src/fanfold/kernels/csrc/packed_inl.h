@@ -4,10 +4,13 @@
 constexpr int V = (int)kLanes / W;                         // vectors of a column
 constexpr int kPairTokens = W == 16 ? 14 : 0;              // most tokens of a float tile of two columns; 0: no such tiles
 constexpr int kOneTokens = W == 16 ? 14 : W == 8 ? 6 : 3;  // … of one column
-constexpr int kIntPairTokens = W == 16 ? 6 : 0;
-constexpr int kIntOneTokens = W == 16 ? 12 : 2;
+constexpr int kIntPairTokens = W == 16 ? 12 : 0;
+constexpr int kIntOneTokens = W == 16 ? 12 : W == 8 ? 4 : 2;
 constexpr ptrdiff_t kFewTokens = 16;     // up to here columns are taken one by one: reading them is the work
-constexpr ptrdiff_t kBlockTokens = 256;  // of one pass over the weights
+constexpr ptrdiff_t kBlockTokens = 128;  // of one pass over the weights
+constexpr ptrdiff_t kTileTokens = 32;    // two tiles of the matrix unit
+constexpr ptrdiff_t kTilesFrom = 5;        // tokens from which it is the faster way (measured)
+constexpr ptrdiff_t kTilesFromCodes = 48;  // … where codes must be made bfloat16 first
 constexpr ptrdiff_t kAheadBytes = 2048;  // how far memory is asked for in advance when nothing else is to do
 
 #include "dot_inl.h"
@@ -17,6 +20,8 @@ constexpr ptrdiff_t kAheadBytes = 2048;  // how far memory is asked for in advan
 #include "tiles_inl.h"
 //
 #include "expand_inl.h"
+//
+#include "amx_inl.h"
 //
 #include "product_inl.h"
 
@@ -35,23 +40,27 @@ INL const Packed& first_matrix(const PackedCall& c) { return c.up.columns != nul
 // Results do not depend on the tasks' sizes, nor on the threads.
 static Plan plan(const PackedCall& c, uintptr_t base) {
   Plan p = {};
-  const ptrdiff_t blocks = div_up(c.tokens, kBlockTokens), threads = c.threads;
-  p.block = div_up(c.tokens, blocks);
-  p.pair = kPairTokens > 0 && p.block > kFewTokens;
-  size_t at = place_inputs(first_matrix(c), p.block, p.pair, base, 0, &p.x);
-  const ptrdiff_t most = (p.pair ? 2 : 1) * kMostColumns * kLanes;  // outputs of a task
+  const ptrdiff_t threads = c.threads;
+  const bool narrow = c.x_dtype == kBFloat16;
+  const Mode first_mode = mode_of(first_matrix(c), narrow, c.tokens), down_mode = mode_of(c.down, narrow, c.tokens);
+  // the matrix unit is so quick that reading the weights is what counts
+  const ptrdiff_t most_tokens = first_mode == kRowMode ? 2 * kBlockTokens : kBlockTokens;
+  p.block = div_up(c.tokens, div_up(c.tokens, most_tokens));
+  p.pair = kPairTokens > 0 && (c.tokens > kFewTokens || first_mode == kRowMode);
+  size_t at = place_inputs(first_matrix(c), p.block, first_mode, p.pair, base, 0, &p.x);
+  static_assert(kMostColumns * kLanes >= 2 * 256, "gate's and up's columns of the largest activation group");
   if (c.up.columns != nullptr) {
-    at = place_inputs(c.down, p.block, p.pair, base, at, &p.m);
+    at = place_inputs(c.down, p.block, down_mode, p.pair, base, at, &p.m);
     // whole activation groups of down, and some tasks for each thread
     const ptrdiff_t unit = p.m.mode == kInt8Mode ? imax(c.down.activation_group, 2 * kLanes) : 2 * kLanes;
     const ptrdiff_t share = div_up(c.up.n, 8 * threads);
-    p.chunk = imin(round_up(share, unit), imin(most / 2, 128) / unit * unit);
+    p.chunk = imin(round_up(share, unit), imax(128 / unit, 1) * unit);
   }
   const ptrdiff_t columns = div_up(c.down.n, kLanes);
   p.down_columns = imin(round_up(imax(columns / (6 * threads), 1), p.pair ? 2 : 1), 8);
-  p.ldc = imax(p.chunk, p.down_columns * kLanes);
+  p.ldc = imax(p.chunk, p.down_columns * kLanes) + kLanes;  // rows a power of two apart would share a few cache sets
   p.shared = at;
-  p.c_floats = (size_t)(p.block * p.ldc);
+  p.c_floats = (size_t)(round_up(p.block, kTileTokens) * p.ldc);
   p.each = line_up(kScratchBytes + 2 * p.c_floats * sizeof(float));
   return p;
 }
@@ -106,11 +115,7 @@ static bool up_task(const PackedCall& c, const Plan& p, ptrdiff_t f0, uint8_t* o
     float* const row = combine(c, gated, gate + t * p.ldc, up + t * p.ldc, written);
     // beyond n act(0) need not be 0, and a group is quantized whole
     for (ptrdiff_t i = n; i < imax(written, p.chunk); ++i) row[i] = 0.0f;
-    if (p.m.mode == kFloatMode) {
-      put_floats(p.m, t, f0, written, row);
-    } else {
-      finite &= quantize_row(c.down, p.m, t, f0, n, row);
-    }
+    finite &= put_inputs(c.down, p.m, t, f0, n, written, row);
   }
   return finite;
 }
@@ -144,10 +149,15 @@ void packed_body(int thread, int threads, void* arg) {
   Plan p = plan(c, (uintptr_t)job.workspace);
   const bool whole = c.up.columns != nullptr;
   uint8_t* const own = job.workspace + p.shared + p.each * (size_t)thread;
+  const TileUnit unit(p.x.mode == kRowMode || p.m.mode == kRowMode);
   bool finite = true;
   for (ptrdiff_t first = 0; first < c.tokens; first += p.block) {
     p.x.tokens = p.m.tokens = imin(p.block, c.tokens - first);
     for (ptrdiff_t t; (t = take(job.next[0])) < p.x.tokens;) finite &= take_input(c, first_matrix(c), p.x, first, t);
+    if (thread == 0) {
+      zero_rows(p.x, first_matrix(c).k);
+      if (whole) zero_rows(p.m, c.down.k);
+    }
     finish(job, 0, thread, threads);
     if (whole) {
       for (ptrdiff_t i; (i = take(job.next[1])) * p.chunk < c.up.n;) finite &= up_task(c, p, i * p.chunk, own);

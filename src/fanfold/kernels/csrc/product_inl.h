@@ -1,7 +1,7 @@
 // The products of several columns with all tokens. Included by packed_inl.h.
 
 constexpr ptrdiff_t kSpan = 512;  // most inputs of a step over all tokens: its weights stay in L1, the tokens' in L2
-constexpr ptrdiff_t kMostColumns = 16;  // of one call, gate's and up's together
+constexpr ptrdiff_t kMostColumns = 32;  // of one call, gate's and up's together
 
 // Room for two columns' span in float32, or unpacked with its headers.
 constexpr size_t kScratchBytes = 2 * (kSpan + 256) * kLanes * sizeof(float);
@@ -25,14 +25,56 @@ INL void hint_at(Hint* hint, const uint8_t* at, ptrdiff_t bytes, ptrdiff_t lines
   hint->step = bytes / shares / lines;
 }
 
+#ifdef FANFOLD_AMX
+// As span_product on the matrix unit. A column of bfloat16 is read as it lies but for a last, partly filled tile.
+template <int R>
+static void span_product_rows(const Packed& m, const uint8_t* column, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n,
+                              const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
+  const ptrdiff_t whole = m.format == kBf16 ? n / kTileInputs * kTileInputs : 0;
+  const uint8_t *at[2] = {}, *rest[2] = {};
+  for (int r = 0; r < R; ++r) {
+    uint8_t* const to = scratch + (size_t)r * (kScratchBytes / 2);
+    at[r] = column + r * m.column_bytes;
+    rest[r] = to;
+    if (m.format != kBf16) {
+      narrow(m, at[r], k0, n, (uint16_t*)to);
+      continue;
+    }
+    at[r] += bytes_before(m, k0);
+    if (whole < n) {
+      const size_t bytes = (size_t)div_up(n - whole, 2) * 64;
+      __builtin_memcpy(to, at[r] + whole * 32, bytes);
+      __builtin_memset(to + bytes, 0, 1024 - bytes);
+    }
+  }
+  const ptrdiff_t bytes = bytes_before(m, k0 + n) - bytes_before(m, k0);
+  const ptrdiff_t steps = div_up(in.tokens, kTileTokens) * div_up(n, kTileInputs);
+  RowHint hint = {(uintptr_t)next, bytes / steps, m.column_bytes, R};
+  for (ptrdiff_t t = 0; t < in.tokens; t += kTileTokens) {
+    const uint16_t* const x = in.b + t * in.ld + k0;
+    if (in.tokens - t > 16) {
+      if (whole > 0) row_tile<R, true>(at, whole, x, in.ld, c + t * ldc, ldc, &hint);
+      if (whole < n) row_tile<R, true>(rest, n - whole, x + whole, in.ld, c + t * ldc, ldc, &hint);
+    } else {
+      if (whole > 0) row_tile<R, false>(at, whole, x, in.ld, c + t * ldc, ldc, &hint);
+      if (whole < n) row_tile<R, false>(rest, n - whole, x + whole, in.ld, c + t * ldc, ldc, &hint);
+    }
+  }
+}
+#endif
+
 // One entry's span [k0, k0 + n) with every group of tokens; meanwhile memory is asked for `next`, which is as long.
 template <int R>
 static void span_product(const Packed& m, const uint8_t* column, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n,
                          const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
+#ifdef FANFOLD_AMX
+  if (in.mode == kRowMode) return span_product_rows<R>(m, column, next, k0, n, in, c, ldc, scratch);
+#endif
   const ptrdiff_t groups = in.groups(), bytes = bytes_before(m, k0 + n) - bytes_before(m, k0);
   const bool ints = in.mode == kInt8Mode, nibbles = m.bits == 4;
   // what tokens share is unpacked for all of them once they are many
-  const bool direct = ints ? !nibbles || groups <= 2 : m.format == kFp32 || (groups <= 2 && !m.is_integer());
+  const bool direct = ints ? !nibbles || groups <= 2
+                           : in.mode == kDotMode || m.format == kFp32 || (groups <= 2 && !m.is_integer());
   const uint8_t* at[2];
   for (int r = 0; r < R; ++r) {
     at[r] = column + r * m.column_bytes + bytes_before(m, k0);
@@ -81,8 +123,14 @@ static void span_product(const Packed& m, const uint8_t* column, const uint8_t* 
       }
       continue;
     }
-    const float* const x = in.f + t0 * in.ld + k0 * T;
     constexpr int kMost = R == 2 ? kPairTokens : kOneTokens;
+    if (in.mode == kDotMode) {
+#ifdef FANFOLD_BF16
+      float_tiles<R, kDots, kMost>(T, at, n, (const float*)(in.b + t0 * in.ld + k0 * T), to, ldc, hint);
+#endif
+      continue;
+    }
+    const float* const x = in.f + t0 * in.ld + k0 * T;
     if (!direct || m.format == kFp32) {
       float_tiles<R, kFloats, kMost>(T, at, n, x, to, ldc, hint);
     } else if (m.format == kBf16) {
@@ -109,6 +157,7 @@ static void finish_rows(const Packed& m, ptrdiff_t n0, ptrdiff_t width, ptrdiff_
 // rounding grows with their length.
 INL ptrdiff_t span_of(const Packed& m, const Inputs& in) {
   if (in.mode == kInt8Mode && in.groups() == 1) return round_up(m.k, m.block);
+  if (in.mode == kRowMode) return 512 / m.block * m.block;  // as bfloat16 it fits the scratch
   const ptrdiff_t most = in.mode == kInt8Mode ? kSpan : m.bits == 32 && in.groups() > 1 ? 128 : 256;
   return imax(most / m.block, 1) * m.block;
 }

@@ -9,13 +9,14 @@ struct Hint {
 
 // ---- float tiles ----
 
-enum Source { kFloats, kPairs, kHalves };  // of a column's lines: float32, bfloat16 pairs of inputs, float16
+// Of a column's lines: float32, bfloat16 pairs of inputs, float16, bfloat16 pairs that meet x's pairs whole.
+enum Source { kFloats, kPairs, kHalves, kDots };
 
 // c[t * ldc + r * 16 + lane] += products of `inputs` inputs (whole steps) of R columns and T tokens.
 template <int R, int T, Source S>
-static void float_tile(const uint8_t* const* columns, ptrdiff_t inputs, const float* x, float* c,
+__attribute__((noinline)) static void float_tile(const uint8_t* const* columns, ptrdiff_t inputs, const float* x, float* c,
                        ptrdiff_t ldc, Hint hint) {
-  constexpr int kStep = S == kPairs ? 2 : 1;               // inputs of a line
+  constexpr int kStep = S == kPairs || S == kDots ? 2 : 1;  // inputs of a line
   constexpr int kLine = S == kHalves ? 32 : 64;            // bytes of it
   constexpr int U = R * T * V >= 8 ? 1 : 8 / (R * T * V);  // chains, so that additions need not wait for each other
   vf acc[U][R][T][V];
@@ -40,7 +41,7 @@ static void float_tile(const uint8_t* const* columns, ptrdiff_t inputs, const fl
       __builtin_prefetch((const void*)(hint.at + (uintptr_t)(r * hint.pitch)), 0, 3);
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
-        if constexpr (S == kFloats) {
+        if constexpr (S == kFloats || S == kDots) {
           first[r][v] = load((const float*)w[r] + v * W);
         } else if constexpr (S == kHalves) {
           first[r][v] = load_half(w[r] + v * W * 2);
@@ -52,6 +53,19 @@ static void float_tile(const uint8_t* const* columns, ptrdiff_t inputs, const fl
       w[r] += kLine;
     }
     hint.at += (uintptr_t)hint.step;
+#ifdef FANFOLD_BF16
+    if constexpr (S == kDots) {
+#pragma GCC unroll 16
+      for (int t = 0; t < T; ++t) {
+        const vf in = splat(x[k / 2 * T + t]);  // a pair of bfloat16 in 32 bits
+#pragma GCC unroll 2
+        for (int r = 0; r < R; ++r) {
+          acc[u][r][t][0] = (vf)_mm512_dpbf16_ps((__m512)acc[u][r][t][0], (__m512bh)first[r][0], (__m512bh)in);
+        }
+      }
+      return;
+    }
+#endif
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t) {
       const vf in = splat(x[k * T + t]);
@@ -122,23 +136,31 @@ struct IntTile {
 
 // c += as in float_tile. Nibbles: codes of 4 bits, two to a byte.
 template <int R, int T, bool Nibbles, Scaling S>
-static void int_tile(const IntTile& tile) {
-  vf acc[R][T][V];
+__attribute__((noinline)) static void int_tile(const IntTile& tile) {
+  // copies: a store to c could change `tile` for all that the compiler knows
+  const ptrdiff_t group = tile.group, ldc = tile.ldc;
+  const int8_t* q = tile.q;
+  const float* scale_at = tile.scale;
+  const float* sum_at = tile.sum;
+  const int32_t* start_at = tile.start;
+  float* const c = tile.c;
+  // Few float sums fit the registers beside the integer ones; many are added to in memory, once a group.
+  constexpr bool kKeep = R * T * V <= 8;
+  vf kept[kKeep ? R : 1][kKeep ? T : 1][kKeep ? V : 1];
+  if constexpr (kKeep) {
 #pragma GCC unroll 2
-  for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) {
+      for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) acc[r][t][v] = load(tile.c + t * tile.ldc + r * kLanes + v * W);
+        for (int v = 0; v < V; ++v) kept[r][t][v] = load(c + t * ldc + r * kLanes + v * W);
+      }
     }
   }
   const uint8_t* w[R];
 #pragma GCC unroll 2
   for (int r = 0; r < R; ++r) w[r] = tile.columns[r];
-  const ptrdiff_t group = tile.group;
-  const int8_t* q = tile.q;
   Hint hint = tile.hint;
-  ptrdiff_t g = 0;
   for (ptrdiff_t k0 = 0; k0 < tile.inputs; k0 += tile.block) {
     const ptrdiff_t inputs = imin(tile.block, tile.inputs - k0), groups = div_up(inputs, group);
     const uint8_t* scales[R];
@@ -149,11 +171,11 @@ static void int_tile(const IntTile& tile) {
       scales[r] = w[r];
       w[r] += header;
     }
-    for (ptrdiff_t i = 0; i < groups; ++i, ++g) {
+    for (ptrdiff_t i = 0; i < groups; ++i, scale_at += T, sum_at += T, start_at += T) {
       vi sum[R][T][V];
 #pragma GCC unroll 16
       for (int t = 0; t < T; ++t) {
-        const vi start = splat_i(tile.start[g * T + t]);
+        const vi start = splat_i(start_at[t]);
 #pragma GCC unroll 2
         for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
@@ -162,7 +184,7 @@ static void int_tile(const IntTile& tile) {
       }
       const ptrdiff_t n = imin(group, inputs - i * group);
       constexpr int kStep = Nibbles ? 8 : 4;
-      for (ptrdiff_t k = 0; k < n; k += kStep, q += kStep * T) {
+      const auto step = [&]() __attribute__((always_inline)) {
         vi low[R][V], high[R][V];
 #pragma GCC unroll 2
         for (int r = 0; r < R; ++r) {
@@ -202,7 +224,14 @@ static void int_tile(const IntTile& tile) {
             }
           }
         }
+        q += kStep * T;
+      };
+      ptrdiff_t k = 0;
+      for (; k + 32 <= n; k += 32) {  // few iterations: their end is foreseen
+#pragma GCC unroll 8
+        for (int i = 0; i < 32; i += kStep) step();
       }
+      for (; k < n; k += kStep) step();
 #pragma GCC unroll 2
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
@@ -212,20 +241,34 @@ static void int_tile(const IntTile& tile) {
 #pragma GCC unroll 16
           for (int t = 0; t < T; ++t) {
             const vf value = __builtin_convertvector(sum[r][t][v], vf);
-            const float s = tile.scale[g * T + t];
-            acc[r][t][v] += S == kByRow ? value * s : value * (scale * s);
-            if constexpr (S == kByGroupWithMinimum) acc[r][t][v] += least * tile.sum[g * T + t];
+            const float s = scale_at[t];
+            float* const at = c + t * ldc + r * kLanes + v * W;
+            vf total;
+            if constexpr (kKeep) {
+              total = kept[r][t][v];
+            } else {
+              total = load(at);
+            }
+            total += S == kByRow ? value * s : value * (scale * s);
+            if constexpr (S == kByGroupWithMinimum) total += least * sum_at[t];
+            if constexpr (kKeep) {
+              kept[r][t][v] = total;
+            } else {
+              store(at, total);
+            }
           }
         }
       }
     }
   }
+  if constexpr (kKeep) {
 #pragma GCC unroll 2
-  for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) {
+      for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) store(tile.c + t * tile.ldc + r * kLanes + v * W, acc[r][t][v]);
+        for (int v = 0; v < V; ++v) store(c + t * ldc + r * kLanes + v * W, kept[r][t][v]);
+      }
     }
   }
 }
