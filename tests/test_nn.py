@@ -259,3 +259,121 @@ def test_ffn_takes_numpy_nowhere_silently() -> None:
 @pytest.mark.parametrize("spec", [SWIGLU, GELU, OAI], ids=["swiglu", "gelu", "oai"])
 def test_the_battery(ffn_battery, backend, dtype, spec) -> None:
     ffn_battery(lambda x, w: ff.ffn(x, w, backend), spec, dtype=dtype)
+
+
+# ---- packed ----
+
+PACKED = ("int8", "int4", "q4_0", "q4_1", "int8_g64")
+
+
+def packed_module(format: str, spec: ff.Spec = SWIGLU, backend: str = "auto"):
+    weights = numerics.random_weights(spec, 0, lambda a: torch.tensor(a, dtype=torch.float32))
+    return ff.nn.FeedForward.from_weights(weights, format=format, backend=backend)
+
+
+def _dequantized(weights: ff.Weights) -> ff.Weights:
+    from fanfold.kernels import torch as torch_ops
+
+    return torch_ops.dequantized(weights, torch.float32)
+
+
+@pytest.mark.parametrize("format", PACKED)
+@pytest.mark.parametrize("spec", [SWIGLU, GELU, OAI], ids=["swiglu", "gelu", "oai"])
+def test_a_packed_module_computes_with_its_weights(format, spec) -> None:
+    m = packed_module(format, spec)
+    x = torch.randn(2, 3, 24) * torch.tensor([1.0, 30.0])[:, None, None]  # large ones, for clamps
+    wide = _dequantized(m.weights())
+    int8 = numerics.relative_error(m(x), reference.forward(x, wide))
+    assert dispatch.last_backend() == "cpu"
+    assert 0 < int8 < numerics.relative_error(torch.zeros_like(x), reference.forward(x, wide)) / 10
+    for matrix in (m.weights().gate, m.weights().up, m.weights().down):
+        if matrix is not None:
+            matrix.activations = "float"
+    twin = ff.nn.FeedForward.from_weights(m.weights())
+    y, plain = twin(x), ff.ffn(x, wide, "torch")
+    assert numerics.compare(y, reference.forward(x, wide), plain).ok
+    for name, wrong in numerics.mutants(wide):
+        assert not numerics.compare(ff.ffn(x, wrong, "torch"), reference.forward(x, wide), plain).ok, name
+    assert torch.equal(ff.ffn(x, m.weights(), "torch"), plain)
+    assert dispatch.last_backend() == "torch"
+
+
+def test_a_packed_module_and_its_state(tmp_path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    m = packed_module("q4_1", GELU)
+    x = torch.randn(3, 24)
+    y = m(x)
+    save_file(m.state_dict(), tmp_path / "ffn.safetensors")
+    other = ff.nn.FeedForward.from_weights(numerics.random_weights(GELU, 7), format="q4_1")
+    assert not torch.equal(other(x), y)
+    for assign in (False, True):
+        other.load_state_dict(load_file(tmp_path / "ffn.safetensors"), assign=assign)
+        assert torch.equal(other(x), y)
+        assert all(t.data_ptr() % 64 == 0 for n, t in other.named_buffers() if n.endswith("packed"))
+    for twin in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        assert torch.equal(twin(x), y)
+        twin.up_packed.zero_()
+        assert not torch.equal(twin(x), y)
+    assert torch.equal(m(x), y)
+    m.bfloat16()
+    assert m(x.bfloat16()).dtype == torch.bfloat16
+    assert torch.equal(m(x), y)
+    with pytest.raises(RuntimeError, match="runs on the CPU"):
+        m.to("meta")
+    with pytest.raises(ValueError, match="expected the same"):
+        packed_module("q4_0", GELU).load_state_dict(m.state_dict(), strict=False, assign=True)
+    with pytest.raises((ValueError, RuntimeError), match=r"expected the same|size mismatch"):
+        packed_module("int8", GELU).load_state_dict(m.state_dict())
+
+
+def test_a_packed_module_under_autograd_autocast_and_compile() -> None:
+    torch._dynamo.reset()
+    m = packed_module("int8")
+    x = torch.randn(3, 24, requires_grad=True)
+    (ours,) = torch.autograd.grad(m(x).sum(), x)
+    (theirs,) = torch.autograd.grad(ff.ffn(x, _dequantized(m.weights()), "torch").sum(), x)
+    assert numerics.relative_error(ours, theirs) < 16 * numerics.UNIT_ROUNDOFF["float32"]
+    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+    (again,) = torch.autograd.grad(compiled(x).sum(), x)
+    assert numerics.relative_error(again, theirs) < 16 * numerics.UNIT_ROUNDOFF["float32"]
+    with torch.no_grad():
+        assert torch.equal(compiled(x), m(x))
+        assert torch.equal(torch.compile(lambda x: ff.ffn(x, m.weights()), backend="aot_eager")(x), m(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert m(x).dtype == torch.bfloat16
+    with pytest.raises(dispatch.BackendError, match="packed weights are for inference"):
+        packed_module("int8", backend="cpu")(x)
+
+
+def test_explain_of_packed_weights() -> None:
+    w = packed_module("q4_0").weights()
+    x = torch.randn(3, 24)
+    rows = {c.backend: c for c in ff.explain(x, w)}
+    assert rows["cpu"].runs
+    assert not rows["torch"].runs
+    rows = {c.backend: c for c in ff.explain(x.half(), w)}
+    assert "float16" in rows["cpu"].reason
+    assert rows["torch"].runs
+    with pytest.raises(dispatch.BackendError, match="float16"):
+        ff.ffn(x.half(), w, "cpu")
+    with pytest.raises(ValueError, match="expected None or that"):
+        ff.nn.FeedForward.from_weights(w, format="int8")
+
+
+def test_the_packed_operators_pass_torchs_own_checks() -> None:
+    from fanfold.kernels import packed_op
+
+    for spec in (SWIGLU, GELU):
+        w = packed_module("int4", spec).weights()
+        x = torch.randn(3, 24)
+        data = [None if m is None else m.data for m in (w.gate, w.up, w.down)]
+        args = (x, *data, w.gate_bias, w.up_bias, w.down_bias, packed_op.describe_ffn(w))
+        torch.library.opcheck(torch.ops.fanfold.packed_ffn.default, args)
+        text = packed_op.describe(w.up)
+        torch.library.opcheck(torch.ops.fanfold.packed_linear.default, (x, w.up.data, w.up_bias, text))
+        torch.library.opcheck(torch.ops.fanfold.packed_weight.default, (w.up.data, text, torch.float32))
+        with pytest.raises(ValueError, match="expected"):
+            torch.ops.fanfold.packed_linear(x, w.up.data[:64], None, text)
+        with pytest.raises(ValueError, match="expected"):
+            torch.ops.fanfold.packed_linear(x[:, :8], w.up.data, None, text)

@@ -77,7 +77,7 @@ inspect MODEL --json
 quantize MODEL --out --format --method --activations --calibration --tokens --json
 size --d-model --variant --bias --budget --params --flops-per-token --bytes --tp --format --group --hardware \
 --multiple-of --tokens --like --multiplier --explain --limit --measure --list --why --json
-swap MODEL --format --backend --dtype --json
+swap MODEL --format --backend --dtype --linears --activations --calibration --calibration-tokens --checkpoint --json
 """
 
 

@@ -17,6 +17,7 @@ from .models.linears import pristine
 from .spec import Spec
 from .weights import PROJECTIONS, Weights
 
+_BIASES = ("gate_bias", "up_bias", "down_bias")
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -163,7 +164,7 @@ class PackedFeedForward(nn.Module):
         """The packed matrices and biases: the same memory, not a copy."""
         if self._weights is None:
             values: dict[str, Any] = {name: self._matrix(name) for name in self.kinds}
-            values |= {name: getattr(self, name) for name in ("gate_bias", "up_bias", "down_bias") if self._has(name)}
+            values |= {name: getattr(self, name) for name in _BIASES if self._has(name)}
             self._weights = Weights(self.spec, **values)
         return self._weights
 
@@ -193,20 +194,20 @@ class PackedFeedForward(nn.Module):
         for name in self.kinds:
             text = packed_op.describe_kind(self.kinds[name])
             wide[name] = torch.ops.fanfold.packed_weight(b[f"{name}_packed"], text, x.dtype)
-        wide |= {name: b[name].to(x.dtype) for name in ("gate_bias", "up_bias", "down_bias") if self._has(name)}
+        wide |= {name: getattr(self, name).to(x.dtype) for name in _BIASES if self._has(name)}
         return torch_ops.forward(x, Weights.unchecked(self.spec, **wide))
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedFeedForward:
         if not fn(torch.zeros((), dtype=torch.float32)).is_cpu:
             raise RuntimeError("a PackedFeedForward runs on the CPU: its bytes are packed for it")
-        kept = {name: self._buffers[name] for name in ("gate_bias", "up_bias", "down_bias") if self._has(name)}
+        kept = {name: self._buffers[name] for name in _BIASES if self._has(name)}
         super()._apply(fn, recurse)
         self._buffers.update(kept)  # the kernels read float32 biases, whatever the model is cast to
         self._weights = None
         return self
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
         self._weights = None  # assign=True gives other buffers
 
     def get_extra_state(self) -> Tensor:

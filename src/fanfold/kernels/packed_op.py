@@ -37,25 +37,30 @@ def describe(matrix: PackedMatrix) -> str:
 def describe_kind(kind: tuple[str, tuple[int, ...], str]) -> str:
     """The same from (format, shape, activations)."""
     format, (n, k), activations = kind
-    return json.dumps([format, n, k, activations])
+    return f'["{format}", {n}, {k}, "{activations}"]'  # by hand: torch.compile does not trace json
 
 
 def describe_ffn(weights: Weights) -> str:
     """The description of an FFN for `fanfold::packed_ffn`."""
-    parts = {name: describe(m) for name in ("gate", "up", "down") if (m := getattr(weights, name)) is not None}
-    return json.dumps({"spec": weights.spec.to_dict(), "matrices": parts})
+    named = ((name, getattr(weights, name)) for name in ("gate", "up", "down"))
+    parts = ", ".join([f'"{name}": {describe(m)}' for name, m in named if m is not None])
+    return f'{{"spec": {weights.spec.to_json()}, "matrices": {{{parts}}}}}'
 
 
 @functools.lru_cache(maxsize=4096)
 def _kind(description: str) -> _Kind:
-    format, n, k, activations = json.loads(description)
+    return _read_kind(json.loads(description))
+
+
+def _read_kind(read: list[Any]) -> _Kind:
+    format, n, k, activations = read
     return format, (n, k), activations
 
 
 @functools.lru_cache(maxsize=1024)
 def _ffn_kind(description: str) -> tuple[Spec, dict[str, _Kind]]:
     read = json.loads(description)
-    return Spec.from_dict(read["spec"]), {name: _kind(text) for name, text in read["matrices"].items()}
+    return Spec.from_dict(read["spec"]), {name: _read_kind(kind) for name, kind in read["matrices"].items()}
 
 
 def _matrix(data: Tensor, kind: _Kind) -> PackedMatrix:

@@ -43,11 +43,11 @@ class PackedLinearState(LinearState):
         self.owner: tuple[nn.Module, str] | None = None
         self.reloaded = False
         self._table: tuple[Any, ...] | None = None  # the mark of the owner's table when it was packed
-        self._bias: tuple[Any, ...] = ()
+        self._bias: tuple[Any, Tensor] | None = None  # what it was made from, the float32 copy
         self._mark = mark(stub)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_bias": (), "_table": self.table() is None}
+        return {**super().__getstate__(), "_bias": None, "_table": self.table() is None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -92,8 +92,8 @@ class PackedLinearState(LinearState):
         if bias is None or readable_bias(bias):
             return bias
         key = (id(bias), bias.data_ptr(), version(bias))
-        if not self._bias or self._bias[0] != key or key[2] is None:
-            self._bias = (key, bias.detach().to("cpu", torch.float32).contiguous(), bias)
+        if self._bias is None or self._bias[0] != key or key[2] is None:
+            self._bias = (key, bias.detach().to("cpu", torch.float32).contiguous())
         return self._bias[1]
 
     def run(self, module: Any, x: Tensor) -> Tensor:
@@ -222,7 +222,8 @@ class PackedLinearState(LinearState):
             pack(m, part.format) for m, part in zip(PackedWeight.split(matrix, self.weight.order), self.weight.parts)
         ]
         if all(torch.equal(a.data, b.data) for a, b in zip(new, self.weight.parts)):
-            self._table = mark(self._owned()) if self._owned() is not None else None  # loaded, and still the same
+            table = self._owned()
+            self._table = None if table is None else mark(table)  # written to, and still the same
             return None
         if self.format not in packed._FLOATS:
             return f"{key} is packed as {self.format}, and another matrix is given: unswap, load, and swap again"

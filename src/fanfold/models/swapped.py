@@ -60,7 +60,7 @@ class SwappedFFN(Swapped):
 class PackedLinear(Swapped):
     """forward of one linear whose matrix is packed: alone, or below a packed FFN that runs its own code."""
 
-    _fanfold: PackedLinearState
+    _fanfold: PackedLinearState  # type: ignore[assignment]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         (x,) = args or kwargs.values()  # nn.Linear calls it `input`, Conv1D `x`

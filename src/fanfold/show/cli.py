@@ -47,6 +47,17 @@ class Dtype(str, Enum):
     bf16 = "bf16"
 
 
+class Linears(str, Enum):
+    ffn = "ffn"
+    all = "all"
+
+
+class Activations(str, Enum):
+    auto = "auto"
+    int8 = "int8"
+    float = "float"
+
+
 class Backend(str, Enum):
     auto = "auto"
     cpu = "cpu"
@@ -105,16 +116,41 @@ def swap(
     format: OneFormat = Format.none,
     backend: OneBackend = Backend.auto,
     dtype: ModelDtype = Dtype.fp32,
+    linears: Annotated[Linears, typer.Option(help="ffn, or all: attention's projections and lm_head too.")] = (
+        Linears.ffn
+    ),
+    activations: Annotated[Activations, typer.Option(help="What meets integer codes; auto: measured on text.")] = (
+        Activations.auto
+    ),
+    calibration: Annotated[
+        Path | None, typer.Option(help="UTF-8 text to measure activations on; default: Python's manual.")
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(min=0, help="Tokens of it; 0: none, int8 everywhere.")] = 512,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Take packed FFNs from here: a folder of quantize, or a .gguf file.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Swap the FFNs of a model, verify each, and report what was done."""
+    """Swap the FFNs of a model, or all its linears, verify each, and report what was done."""
     with stdout_kept(json):
         loaded = _load(model, dtype)
         from ..models.swap import swap as do_swap
         from . import outcome
+        from .text import calibration_ids
 
+        wanted = checkpoint is not None or outcome.quantizes(_format(format))
+        ids = calibration_ids(loaded, calibration, calibration_tokens) if wanted else None
         with progress("swapping, each FFN verified") as step:
-            report = do_swap(loaded.model, format=_format(format), backend=backend.value, progress=step)
+            report = do_swap(
+                loaded.model,
+                format=_format(format),
+                backend=backend.value,
+                progress=step,
+                linears=linears.value,
+                activations=activations.value,
+                calibration=ids,
+                checkpoint=checkpoint,
+            )
     document = {"model": model, "format": _format(format), "backend": backend.value, **report.to_dict()}
     emit(document) if json else outcome.show(report)
     failed = outcome.failed(document)

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from .output import number, table
+from ..count import formats as stored
+from .output import number, size, table
 
 PAID_NOTHING = "PyTorch is as fast"  # how the reason begins where the swap was undone because it saved no time
+
+
+def quantizes(format: str | None) -> bool:
+    """Whether a swap to `format` has activations to choose, so that calibration text is of use."""
+    from ..models.packing import integer
+
+    return format is not None and integer(stored.get(format).name)
 
 
 def on_purpose(row: dict[str, Any]) -> bool:
@@ -18,29 +26,65 @@ def failed(report: dict[str, Any]) -> str | None:
     """Why nothing was swapped, if that is a failure: the reason of the first FFN that was not left on purpose."""
     if report["n_swapped"]:
         return None
-    return next((row["reason"] for row in report["rows"] if not on_purpose(row)), None)
+    return next((row["reason"] for row in _ffns(report) if not on_purpose(row)), None)
+
+
+def _ffns(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in report["rows"] if row["kind"] != "linear"]
 
 
 def headline(report: dict[str, Any]) -> str:
-    """How many FFNs were identified and swapped; `report` is a SwapReport's to_dict()."""
-    rows, swapped = report["rows"], report["n_swapped"]
+    """How many FFNs were identified and swapped, and linears beside them; `report` is a SwapReport's to_dict()."""
+    rows, swapped = _ffns(report), report["n_swapped"]
     identified = sum(row["spec"] is not None for row in rows)
+    others = f", {report['n_linears_swapped']} of {report['n_linears']} other linears" if report["n_linears"] else ""
     if identified == swapped:
-        return f"{swapped} of {len(rows)} FFNs identified and swapped"
+        return f"{swapped} of {len(rows)} FFNs identified and swapped{others}"
     said = f"{identified} of {len(rows)} FFNs identified, {swapped} swapped"
     left = [row for row in rows if row["spec"] is not None and row["status"] != "swapped"]
     if all(on_purpose(row) for row in left):
         said += ": PyTorch is as fast or faster on this machine" + (" for the others" if swapped else "")
-    return said
+    return said + others
 
 
 def reasons(report: dict[str, Any]) -> list[str]:
-    """Each reason why an FFN was left, once, with the number of FFNs that it holds for."""
-    counts: dict[str, int] = {}
+    """Each reason why an FFN or a linear was left, once, with the number of them that it holds for."""
+    counts: dict[tuple[str, str], int] = {}
     for row in report["rows"]:
         if row["status"] != "swapped":
-            counts[row["reason"]] = counts.get(row["reason"], 0) + 1
-    return [f"{n} FFN{'s' if n > 1 else ''} left as found: {reason}" for reason, n in counts.items()]
+            key = ("linear" if row["kind"] == "linear" else "FFN", row["reason"])
+            counts[key] = counts.get(key, 0) + 1
+    return [f"{n} {what}{'s' if n > 1 else ''} left as found: {reason}" for (what, reason), n in counts.items()]
+
+
+def activations(report: dict[str, Any]) -> list[str]:
+    """Where activations are not quantized and why; what that and the format come to: predictions, bytes."""
+    out = [] if not report["notes"] else list(report["notes"])
+    swapped = [row for row in report["rows"] if row["status"] == "swapped"]
+    n_kept = sum(kind == "float" for row in swapped for kind in row["activations"].values())
+    n_all = sum(len(row["activations"]) for row in swapped)
+    if report["calibrated"] and n_all:
+        out.append(
+            f"activations measured on calibration text: int8 at {n_all - n_kept} of {n_all} matrices, else float"
+        )
+    for row in swapped:
+        whys: dict[str, list[str]] = {}
+        for role, kind in row["activations"].items():
+            if kind == "float" and role in row["guard"]:
+                whys.setdefault(row["guard"][role], []).append(role)
+        out += [
+            f"  {row['path']}{'' if row['kind'] == 'linear' else ' ' + ', '.join(roles)}: float, as {why}"
+            for why, roles in whys.items()
+        ]
+    errors = [row["quantization_error"] for row in swapped if row["quantization_error"] is not None]
+    if errors and n_all > n_kept:
+        out.append(f"with the activations quantized too, outputs change by at most {number(max(errors))} (relative)")
+    if report["argmax_changes"] is not None:
+        out.append(f"next-token predictions that changed: {report['argmax_changes']} of {report['argmax_tokens']}")
+    before, after = (sum(row[f"bytes_{side}"] or 0 for row in swapped) for side in ("before", "after"))
+    if before and after:
+        out.append(f"matrices: {size(before)} before, {size(after)} after")
+    return out
 
 
 def errors(report: dict[str, Any]) -> list[str]:
@@ -69,17 +113,22 @@ def show(report: Any) -> None:
     rows = [
         [
             row.path or "(root)",
-            row.spec.describe() if row.spec else "?",
-            row.layout.describe() if row.layout else "?",
+            row.what,
+            row.layout.describe() if row.layout else "–",
             row.format or "in place",
+            row.activations_text,
             row.backend or "–",
             row.status,
             "–" if row.ratio is None else f"{row.ratio:.2f}",
         ]
         for row in report.rows
     ]
-    table("", ["path", "ffn", "layout", "format", "backend", "status", "error/allowed"], rows, numbers=False)
+    head = ["path", "what", "layout", "format", "activations", "backend", "status", "error/allowed"]
+    if not any(row.activations for row in report.rows):
+        place = head.index("activations")
+        head, rows = [*head[:place], *head[place + 1 :]], [[*r[:place], *r[place + 1 :]] for r in rows]
+    table("", head, rows, numbers=False)
     said = report.to_dict()
     remarks = dict.fromkeys(row.reason for row in report.rows if row.status == "swapped" and row.reason)
-    for line in (headline(said), *reasons(said), *errors(said), *remarks):
+    for line in (headline(said), *reasons(said), *errors(said), *activations(said), *remarks):
         print(line)

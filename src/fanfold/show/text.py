@@ -47,6 +47,16 @@ def token_ids(loaded: Any, text: str, n_tokens: int) -> Any:
     return torch.tensor([ids])
 
 
+def calibration_ids(loaded: Any, path: Path | None, n_tokens: int) -> Any:
+    """Token ids [1, tokens] for `swap`'s calibration, within the model's context; None for a model that reads no text,
+    and for 0 tokens. The default text's middle is taken, for its beginning is what perplexity is measured on."""
+    if not n_tokens or loaded.kind == "other" or loaded.tokenizer is None:
+        return None
+    read = read_text(path)
+    start = 0 if path is not None else len(read) // 2
+    return token_ids(loaded, read[start:], max(2, min(n_tokens, context(loaded.model) - 2)))
+
+
 def context(model: Any) -> int:
     """How many tokens `model` can see at once, by its config; WINDOW if the config does not say."""
     config = model.config.get_text_config()
