@@ -235,7 +235,7 @@ def test_guard_takes_int8_for_plain_inputs():
     d = guard.decide(_matrix(), _massive(1))
     assert (d.activations, d.massive) == ("int8", 0)
     assert 0 < d.error < guard.LIMIT
-    assert "2.00% is allowed" in d.reason
+    assert f"{guard.LIMIT:.2%} is allowed" in d.reason
 
 
 def test_guard_finds_a_massive_channel():

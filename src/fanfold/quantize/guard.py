@@ -19,7 +19,7 @@ from .. import formats
 from ..count import formats as stored
 from ..kernels.packed import PackedMatrix
 
-LIMIT = 0.02  # relative output error that int8 activations may always add: see `decide`
+LIMIT = 0.03  # relative output error that int8 activations may always add: see `decide`
 MASSIVE = 20.0  # times the median channel's largest activation: such a channel is called massive
 _MAX_TOKENS = 4096  # more tokens do not change the decision, only what it costs
 
@@ -50,9 +50,10 @@ class Decision:
 def decide(matrix: PackedMatrix, inputs: Tensor) -> Decision:
     """Choose the activations of `matrix` from calibration inputs [T, n_in].
 
-    Rule: int8 if its error is at most max(LIMIT, weights_error / 2): it may cost 2 % of the output, or half of what the
+    Rule: int8 if its error is at most max(LIMIT, weights_error / 2): it may cost 3 % of the output, or half of what the
     rounding of the weights costs anyway, which lengthens their joint error by an eighth; else float. (SmolLM2 and
-    all-MiniLM in groups of 32: 0.3 to 1.6 % in every layer.) Tokens that are not finite are left out, for the kernels
+    all-MiniLM: 0.3 to 1.6 % in groups of 32, at most 2.6 % in groups of 128, and SmolLM2's perplexity rises by less than
+    0.05 % for it, all layers together.) Tokens that are not finite are left out, for the kernels
     run those calls as float. Without any token nothing is known, and the answer is float.
     Raises ValueError if inputs are not [T, n_in].
     """

@@ -35,6 +35,11 @@ def quantize(
     """Quantize the FFNs of a model and save them: layer by layer; run it again to continue what was stopped."""
     start = time.monotonic()
     with stdout_kept(json):
+        calibrated = method == "gptq" or bool(calibration)
+        if calibrated:  # before anything imports tqdm, whose bars can be silenced only then
+            from .models import quiet
+
+            quiet()
         from .. import __version__
         from ..quantize.ffn import check
         from ..quantize.job import quantize_checkpoint
@@ -43,7 +48,6 @@ def quantize(
             check(format, method, activations)
         _check_out(out)
         checkpoint = _open(model, format)
-        calibrated = method == "gptq" or bool(calibration)
         text = _calibration(model, calibration or [], tokens) if calibrated else None
         with progress(f"quantizing to {format}") as step:
             document = quantize_checkpoint(
