@@ -52,9 +52,9 @@ def decide(matrix: PackedMatrix, inputs: Tensor) -> Decision:
 
     Rule: int8 if its error is at most max(LIMIT, weights_error / 2): it may cost 3 % of the output, or half of what the
     rounding of the weights costs anyway, which lengthens their joint error by an eighth; else float. (SmolLM2 and
-    all-MiniLM: 0.3 to 1.6 % in groups of 32, at most 2.6 % in groups of 128, and SmolLM2's perplexity rises by less than
-    0.05 % for it, all layers together.) Tokens that are not finite are left out, for the kernels
-    run those calls as float. Without any token nothing is known, and the answer is float.
+    all-MiniLM: 0.3 to 1.6 % in groups of 32, at most 2.6 % in groups of 128; all layers together raise SmolLM2's
+    perplexity by less than 0.05 %.) Tokens that are not finite are left out, for the kernels run those calls as float.
+    Without any token nothing is known, and the answer is float.
     Raises ValueError if inputs are not [T, n_in].
     """
     return decide_together([matrix], inputs)
