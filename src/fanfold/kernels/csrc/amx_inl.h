@@ -19,6 +19,7 @@ class TileUnit {
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     };
     const Config config;
+    asm volatile("" : : "r"(&config) : "memory");  // gcc takes the intrinsic to read its first 8 bytes only
     _tile_loadconfig(&config);
   }
   TileUnit(const TileUnit&) = delete;

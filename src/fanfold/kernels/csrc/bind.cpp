@@ -192,6 +192,21 @@ bool holds(const nb::tuple& sizes, const nb::tuple& watched, const nb::tuple& ba
   return true;
 }
 
+double peak(const std::string& kind, int threads) {
+  const std::map<std::string, fanfold::Arithmetic> kinds = {
+      {"fp32", fanfold::kFloatArithmetic}, {"bf16", fanfold::kBf16Arithmetic}, {"int8", fanfold::kInt8Arithmetic}};
+  const auto found = kinds.find(kind);
+  if (found == kinds.end()) throw nb::value_error("arithmetic: expected fp32, bf16 or int8");
+  double best = 0.0;
+  const nb::gil_scoped_release release;
+  for (int i = 0; i < fanfold::isa_count(); ++i) {
+    const fanfold::Isa* isa = fanfold::isa(i);
+    const double rate = isa == nullptr ? 0.0 : fanfold::peak(*isa->packed, found->second, threads < 1 ? 1 : threads);
+    best = rate > best ? rate : best;
+  }
+  return best;
+}
+
 void activation(int isa, uintptr_t src, uintptr_t dst, ptrdiff_t n, int act, const Params& params) {
   double values[4];
   set_params(values, params);
@@ -211,4 +226,5 @@ NB_MODULE(_cpu, m) {
   m.def("bind_packed_linear", &bind_packed_linear);
   m.def("holds", &holds);
   m.def("activation", &activation);
+  m.def("peak", &peak, "Operations per second that this CPU reaches with an arithmetic; 0 without a unit for it.");
 }

@@ -1,6 +1,9 @@
 // What follows from a format, and one call.
 #include "packed.h"
 
+#include <chrono>
+
+#include "parallel.h"
 #include "workspace.h"
 
 namespace fanfold {
@@ -71,6 +74,34 @@ void run(const PackedKernels& isa, const PackedCall& given) {
   call.gate.int8_activations = call.up.int8_activations = call.down.int8_activations = false;
   const Lease lease(isa.workspace(call));
   isa.run(call, reinterpret_cast<uint8_t*>(lease.data()));
+}
+
+namespace {
+
+struct Burn {
+  const PackedKernels* isa;
+  Arithmetic kind;
+  ptrdiff_t rounds;
+  double operations;
+};
+
+void burn(int thread, int threads, void* arg) {
+  Burn& b = *static_cast<Burn*>(arg);
+  const double done = b.isa->burn(b.kind, b.rounds);
+  if (thread == 0) b.operations = done * threads;
+}
+
+}  // namespace
+
+double peak(const PackedKernels& isa, Arithmetic kind, int threads) {
+  using Clock = std::chrono::steady_clock;
+  for (Burn b = {&isa, kind, 1000, 0.0};; b.rounds *= 4) {
+    const Clock::time_point begin = Clock::now();
+    parallel(threads, burn, &b);
+    const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+    if (b.operations == 0.0) return 0.0;
+    if (seconds > 0.01) return b.operations / seconds;
+  }
 }
 
 }  // namespace fanfold

@@ -73,11 +73,17 @@ struct PackedCall {
   float gate_limit = 0, up_limit = 0, up_offset = 0;
 };
 
+enum Arithmetic { kFloatArithmetic, kBf16Arithmetic, kInt8Arithmetic };
+
 struct PackedKernels {
   size_t (*workspace)(const PackedCall&);  // bytes
   bool (*run)(const PackedCall&, uint8_t* workspace);  // false: an activation was not finite and could not be quantized
+  double (*burn)(Arithmetic, ptrdiff_t rounds);        // see peak_inl.h
 };
 
 void run(const PackedKernels& isa, const PackedCall& call);
+
+// Operations per second of `threads` threads together, measured for some 10 ms; 0 without a unit for them.
+double peak(const PackedKernels& isa, Arithmetic kind, int threads);
 
 }  // namespace fanfold

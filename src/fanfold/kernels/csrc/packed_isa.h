@@ -24,11 +24,13 @@ namespace {
 #include "combine_inl.h"
 //
 #include "packed_inl.h"
+//
+#include "peak_inl.h"
 
 }  // namespace
 }  // namespace FANFOLD_NS
 
 extern const PackedKernels FANFOLD_TABLE;
-const PackedKernels FANFOLD_TABLE = {FANFOLD_NS::packed_workspace, FANFOLD_NS::packed_run};
+const PackedKernels FANFOLD_TABLE = {FANFOLD_NS::packed_workspace, FANFOLD_NS::packed_run, FANFOLD_NS::burn};
 
 }  // namespace fanfold
