@@ -63,7 +63,7 @@ def _chosen(linears: list[Any], paths: list[str], activations: str, inputs: dict
         return "int8", ""
     from ..quantize.guard import decide_together
 
-    decision = decide_together([part for m in linears for part in m._fanfold.weight.parts], x)
+    decision = decide_together([part for m in linears for part in m._fanfold.weight.open()], x)
     return decision.activations, decision.reason
 
 

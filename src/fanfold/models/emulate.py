@@ -18,8 +18,10 @@ from .. import formats, reference
 from ..kernels import torch as torch_ops
 from ..kernels.packed import PackedMatrix
 from ..weights import Weights, to_float64
+from .packed_weight import Opened
 
 Array = np.ndarray[Any, Any]
+Matrix = PackedMatrix | Opened
 # Half the width of an edge, in steps of a code: 64 roundings of float32 on the largest coefficient, which is 127 steps.
 _EDGE = 127 * 64 * 2.0**-24
 
@@ -66,14 +68,14 @@ class Truth:
 
 def float_matrix(m: Any, dtype: Any = np.float64) -> Array:
     """A packed matrix, or an array or tensor, as an array of `dtype`; integer codes exactly in float64."""
-    if not isinstance(m, PackedMatrix):
+    if not isinstance(m, (PackedMatrix, Opened)):
         return to_float64(m).astype(dtype)
     if m.format in formats.INTEGER:
         return m.quantized().dequantize(dtype)
     return to_float64(m.dequantize()).astype(dtype)
 
 
-def seen(x: Array, m: PackedMatrix) -> Array:
+def seen(x: Array, m: Matrix) -> Array:
     """The activations [T, K] that `m` meets: quantized and scaled back, or as they are."""
     if m.activations != "int8":
         return x
@@ -81,11 +83,11 @@ def seen(x: Array, m: PackedMatrix) -> Array:
     return codes.astype(x.dtype) * _spread(scale, m, x.shape[1]).astype(x.dtype)
 
 
-def _spread(scale: Array, m: PackedMatrix, k: int) -> Array:
+def _spread(scale: Array, m: Matrix, k: int) -> Array:
     return scale[:, np.arange(k) // formats.activation_group(m.format)]
 
 
-def linear(x: Array, m: PackedMatrix, bias: Any, dtype: Any = np.float64) -> Truth:
+def linear(x: Array, m: Matrix, bias: Any, dtype: Any = np.float64) -> Truth:
     """y = m x + bias in `dtype`.  x  [T, K]."""
     w, x = float_matrix(m, dtype), x.astype(dtype)
     b = 0 if bias is None else to_float64(bias).astype(dtype)
@@ -114,7 +116,7 @@ def ffn_in_torch(x: Tensor, weights: Weights) -> Tensor:
 
 
 @torch.no_grad()
-def linear_in_torch(x: Tensor, m: PackedMatrix, bias: Tensor | None) -> Tensor:
+def linear_in_torch(x: Tensor, m: Matrix, bias: Tensor | None) -> Tensor:
     """The same for one matrix.  x  [T, K] float32  ->  [T, N] float32.
 
     A format with a minimum is two products, of scaled codes and of minima with sums of groups, as its definition says.
@@ -131,7 +133,7 @@ def linear_in_torch(x: Tensor, m: PackedMatrix, bias: Tensor | None) -> Tensor:
     return y + nn.functional.linear(sums, torch.from_numpy(q.minimum.astype(np.float32)))
 
 
-def _seen_tensor(x: Tensor, m: PackedMatrix) -> Tensor:
+def _seen_tensor(x: Tensor, m: Matrix) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(seen(x.numpy(), m)))
 
 
@@ -140,7 +142,7 @@ def quantizes(weights: Weights) -> bool:
     return any(getattr(v, "activations", "float") == "int8" for _, v in weights.items())
 
 
-def _edges(m_TF: Array, down: PackedMatrix, down_DF: Array) -> list[Edge]:
+def _edges(m_TF: Array, down: Matrix, down_DF: Array) -> list[Edge]:
     codes, scale = formats.quantize_activations(m_TF.astype(np.float32), down.format)
     step_TF = _spread(scale, down, m_TF.shape[1]).astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels import dispatch
 from .find import Found
 from .inputs import default_inputs
 from .linears import is_linear
@@ -44,6 +45,7 @@ class Job:
         self.packer = Packer(format, keep, backend) if format else None
         self.inputs: dict[str, Tensor] = {}
         self.before: Seen | None = None
+        self.prepacked = False  # whether the FFNs come packed, with activations chosen
         self._tried: Any = None  # what the model was run with
         self._held = _holders(model)
 
@@ -107,7 +109,7 @@ class Job:
     def compare(self, report: SwapReport) -> list[SwapRow]:
         """Run the swapped model; fill in what changed. -> the rows to put back, if NaN has come up."""
         self.inputs.clear()
-        report.calibrated = self.given is not None and integer(self.format)
+        report.calibrated = self.given is not None and integer(self.format) and self.activations == "auto"
         if self.before is None or self.before.error:
             return []
         after = observe(self.model, self._tried)
@@ -124,7 +126,8 @@ class Job:
         """Give memory back, and say what was not measured."""
         if self.packer is not None:
             release_memory()
-        if integer(self.format) and self.activations == "auto" and not report.calibrated:
+        chosen = self.prepacked or self.activations != "auto" or dispatch.resolve(self.backend) == "torch"
+        if integer(self.format) and not chosen and not report.calibrated:
             report.notes.append(
                 "not calibrated: activations are int8 everywhere; calibration=… measures which layers stand that"
             )

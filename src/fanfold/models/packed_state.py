@@ -55,6 +55,11 @@ class PackedLinearState(LinearState):
         same, table = state["_table"], self._owned()
         self._table = mark(table) if same and table is not None else None
 
+    def forget(self) -> None:
+        super().forget()
+        self.kept = None
+        del self.weight
+
     def tie(self, owner: tuple[nn.Module, str]) -> None:
         """The original lives on as a parameter of another module: a tied embedding."""
         self.owner = owner
@@ -179,9 +184,10 @@ class PackedLinearState(LinearState):
 
     def _prepare(self, module: nn.Module, x: Tensor, bias: Tensor | None) -> None:
         """Bind the kernel for further calls like this one."""
-        if len(self.weight.parts) > 1 or not preparable(x):
+        part, *more = self.weight.parts
+        if more or not preparable(x):
             return
-        call = packed.prepare_linear(x, self.weight.parts[0], bias)
+        call = packed.prepare_linear(x, part, bias)
         questions = watch_bias(module, bias)
         if call is None or questions is None:
             return
@@ -221,7 +227,7 @@ class PackedLinearState(LinearState):
         new = [
             pack(m, part.format) for m, part in zip(PackedWeight.split(matrix, self.weight.order), self.weight.parts)
         ]
-        if all(torch.equal(a.data, b.data) for a, b in zip(new, self.weight.parts)):
+        if all(torch.equal(a.matrix.data, b.data) for a, b in zip(new, self.weight.parts)):
             table = self._owned()
             self._table = None if table is None else mark(table)  # written to, and still the same
             return None
@@ -229,7 +235,7 @@ class PackedLinearState(LinearState):
             return f"{key} is packed as {self.format}, and another matrix is given: unswap, load, and swap again"
         self.reloaded = True
         for part, made in zip(self.weight.parts, new):
-            part.data.copy_(made.data)  # in place: bound calls read it there
+            part.data.copy_(made.matrix.data)  # in place: bound calls read it there
         return None
 
 

@@ -28,6 +28,7 @@ class PackedWeight:
     def __init__(self, parts: tuple[PackedMatrix, ...], order: str = SEPARATE) -> None:
         self.parts, self.order = parts, order
         self.decided = False  # whether its activations have been chosen
+        self.opened: tuple[Opened, ...] = ()  # while it is being checked
         self.describe()
 
     @classmethod
@@ -38,6 +39,14 @@ class PackedWeight:
     def describe(self) -> None:
         """Take down what the operators of `kernels.packed_op` must know; again after a change of `activations`."""
         self.descriptions = tuple(packed_op.describe(part) for part in self.parts)
+
+    def open(self) -> tuple[Opened, ...]:
+        """The parts for a check; `close` lets their codes go."""
+        self.opened = self.opened or tuple(Opened(part) for part in self.parts)
+        return self.opened
+
+    def close(self) -> None:
+        self.opened = ()
 
     @property
     def format(self) -> str:
@@ -102,12 +111,42 @@ class PackedWeight:
         self.__init__(tuple(PackedMatrix(*kept) for kept in state["parts"]), state["order"])
 
 
-def pack(weight: Tensor, format: str) -> PackedMatrix:
+class Opened:
+    """A packed matrix beside its codes, so that whoever checks it need not unpack it each time."""
+
+    def __init__(self, matrix: PackedMatrix, codes: formats.Quantized | None = None) -> None:
+        self.matrix, self._codes = matrix, codes
+
+    @property
+    def format(self) -> str:
+        return self.matrix.format
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.matrix.shape
+
+    @property
+    def activations(self) -> str:
+        return self.matrix.activations
+
+    def quantized(self) -> formats.Quantized:
+        if self._codes is None:
+            self._codes = self.matrix.quantized()
+        return self._codes
+
+    def dequantize(self) -> Tensor:
+        if self.format in packed._FLOATS:
+            return self.matrix.dequantize()
+        return torch.from_numpy(self.quantized().dequantize())
+
+
+def pack(weight: Tensor, format: str) -> Opened:
     """A float matrix [out, in] in `format`; integer formats by the rounding of `formats`."""
     if format in packed._FLOATS:
-        return PackedMatrix.pack(weight, format)
+        return Opened(PackedMatrix.pack(weight, format))
     plain = weight.detach().to("cpu", torch.float32).contiguous().numpy()
-    return PackedMatrix.pack(formats.quantize_matrix(plain, format))
+    codes = formats.quantize_matrix(plain, format)
+    return Opened(PackedMatrix.pack(codes), codes)
 
 
 def make_stub(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:

@@ -16,7 +16,7 @@ from ..kernels.packed import PackedMatrix
 from ..layout import SEPARATE
 from .linears import matrix
 from .packed_state import PackedLinearState
-from .packed_weight import PackedWeight, make_stub, pack, parameter
+from .packed_weight import Opened, PackedWeight, make_stub, pack, parameter
 from .states import LinearState
 from .swapped import PackedLinear, install, uninstall
 
@@ -45,8 +45,12 @@ class Packer:
         # weakly held: an original lives on only while another module still ties to it
         if ref is None or ref() is not original or weight is None or stub is None:
             whole = matrix(linear).detach()
-            parts = given or tuple(pack(p, self.format) for p in PackedWeight.split(whole, order))
-            weight, stub = PackedWeight(parts, order), make_stub(original.shape, original.dtype)
+            opened = tuple(map(Opened, given or ())) or tuple(
+                pack(part, self.format) for part in PackedWeight.split(whole, order)
+            )
+            weight = PackedWeight(tuple(o.matrix for o in opened), order)
+            weight.opened = opened
+            stub = make_stub(original.shape, original.dtype)
             self._tied[key] = (weakref.ref(original), weight, stub)
         state = PackedLinearState(path, self.backend, weight, stub, original)
         install(linear, PackedLinear, state)
@@ -56,8 +60,9 @@ class Packer:
     def release(self, states: list[LinearState]) -> None:
         """Free the originals of what stays swapped, unless they are to be kept."""
         for state in states:
-            if isinstance(state, PackedLinearState) and not self.keep:
-                state.kept = None
+            if isinstance(state, PackedLinearState):
+                state.weight.close()
+                state.kept = state.kept if self.keep else None
 
 
 class Unpacker:
@@ -107,7 +112,9 @@ def put_back(modules: dict[str, nn.Module]) -> list[str]:
     notes = []
     unpacker = Unpacker()
     for path, module in modules.items():
-        note = unpacker.unpack(module, uninstall(module))
+        state = uninstall(module)
+        note = unpacker.unpack(module, state)
+        state.forget()  # a report may go on holding the state; it must not hold the memory
         if note:
             notes.append(f"{path}: {note}")
     if notes:

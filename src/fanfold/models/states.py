@@ -40,6 +40,10 @@ class LinearState:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "quick": None}  # it watches this module, not the copy
 
+    def forget(self) -> None:
+        """Let go of everything but the counts."""
+        self.quick = None
+
     def ahead(self, x: Tensor, limit: int) -> bool:
         """Whether our kernels are the better choice for x, as measured; without a measurement up to `limit` tokens."""
         if self.backend != "auto":
@@ -88,6 +92,10 @@ class FFNState(LinearState):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_key": (), "_weights": None}  # views into this module's memory
+
+    def forget(self) -> None:
+        super().forget()
+        self._weights, self._key = None, ()
 
     def look(self, module: nn.Module) -> None:
         """Take the module as it is now for known."""

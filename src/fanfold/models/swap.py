@@ -89,6 +89,7 @@ def swap(
         layers.check_count(found)
     given = calibration if calibration is not None else inputs
     job = Job(model, format, backend, verify, activations, linears, keep_originals, given)
+    job.prepacked = layers is not None
     report = SwapReport(rows=[])
     try:
         job.look(found)
@@ -215,7 +216,7 @@ def _verify(row: SwapRow, module: nn.Module, linears: dict[str, Any], found: Fou
         if isinstance(weights, str):
             row.status, row.reason = "left", weights
             return
-        judge(row, ffn_cases(truths, weights), lambda x: truths.run(module, linears, x))
+        judge(row, ffn_cases(truths, weights, list(linears.values())), lambda x: truths.run(module, linears, x))
     else:
         for role, truth in truths.items():
             judge(row, truth.cases(linears[role]._fanfold.weight), run_linear(linears[role]))

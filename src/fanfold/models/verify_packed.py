@@ -68,15 +68,17 @@ def _larger(before: float | None, now: float) -> float:
     return now if before is None else max(before, now)
 
 
-def ffn_cases(truth: Truth, packed: Weights) -> list[Case]:
-    """The cases of an FFN that runs as one call."""
+def ffn_cases(truth: Truth, packed: Weights, linears: list[Any]) -> list[Case]:
+    """The cases of an FFN that runs as one call on the packed weights of these linears."""
+    opened = {id(o.matrix): o for m in linears for o in m._fanfold.weight.open()}
+    seen = Weights.unchecked(packed.spec, **{name: opened.get(id(v), v) for name, v in packed.items()})
     flat = torch.cat([x.reshape(-1, x.shape[-1]) for x in truth.xs])
     wide = to_float64(flat)
     scale = truth.found.scale
     exact = reference.forward(wide, truth.weights) * scale
-    whole = emulate.ffn(wide, packed).scaled(scale)
+    whole = emulate.ffn(wide, seen).scaled(scale)
     if emulate.quantizes(packed):
-        beside = emulate.ffn_in_torch(flat.float(), packed) * scale
+        beside = emulate.ffn_in_torch(flat.float(), seen) * scale
     else:
         beside = torch_ops.forward(flat, packed) * scale
     return _cut(truth.xs, truth.original, exact, whole, beside)
@@ -111,7 +113,7 @@ class LinearTruth:
 
     def cases(self, weight: PackedWeight) -> list[Case]:
         wide = to_float64(self.flat)
-        parts = [emulate.linear(wide, part, None) for part in weight.parts]
+        parts = [emulate.linear(wide, part, None) for part in weight.open()]
         bias = 0 if self.bias is None else to_float64(self.bias)
         y, exact = (
             weight.join([torch.from_numpy(getattr(p, name)) for p in parts], -1).numpy() + bias
@@ -129,7 +131,7 @@ class LinearTruth:
         if all(part.activations == "float" for part in weight.parts):
             dtype = self.flat.dtype
             return nn.functional.linear(self.flat, weight.matrix(dtype), bias)
-        y = weight.join([emulate.linear_in_torch(self.flat.float(), part, None) for part in weight.parts], -1)
+        y = weight.join([emulate.linear_in_torch(self.flat.float(), part, None) for part in weight.open()], -1)
         return y if bias is None else y + bias.float()
 
 
