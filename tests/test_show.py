@@ -399,7 +399,7 @@ def test_inspect(tiny):
     assert "identified by experiment" in text
     assert re.search(r"FLOPs per token each\s+16,896\b", text)  # 6 * 32 * 88, not rounded
     assert re.search(r"bytes, all 2, bf16  ", text)
-    assert re.search(r"bytes, all 2, int8 \(cost only\)  ", text)
+    assert re.search(r"bytes, all 2, int8  ", text)
 
 
 def test_inspect_names_the_stack_where_there_are_two(tmp_path):

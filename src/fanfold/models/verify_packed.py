@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import numerics, reference
+from ..kernels import cpu, packed
 from ..kernels import torch as torch_ops
 from ..weights import Weights, to_float64
 from . import emulate
@@ -68,20 +69,44 @@ def _larger(before: float | None, now: float) -> float:
     return now if before is None else max(before, now)
 
 
-def ffn_cases(truth: Truth, packed: Weights, linears: list[Any]) -> list[Case]:
+def _rounds(x: Tensor, parts: list[Any]) -> bool:
+    """Whether the kernels multiply this batch by one of `parts` in the CPU's bfloat16 unit, instead of int8 codes."""
+    ask = getattr(packed, "arithmetic", None)
+    if ask is None or not hasattr(cpu._cpu, "products"):  # kernels without a bfloat16 path do not say
+        return False
+    tokens = x.numel() // x.shape[-1]
+    return any(part.activations == "int8" and ask(x.dtype, part, tokens) == "bf16" for part in parts)
+
+
+def _in_bfloat16(cases: list[Case], parts: list[Any], torch_bf16: Callable[[Tensor], Tensor]) -> list[Case]:
+    """The cases, with those that round to bfloat16 held against the unrounded product, and PyTorch's in bfloat16."""
+    out = []
+    for case in cases:
+        if _rounds(case.x, parts):
+            exact = case.truth.exact
+            flat = case.x.reshape(-1, case.x.shape[-1]).bfloat16()
+            beside = torch_bf16(flat).to(case.torch_y.dtype)
+            case = dataclasses.replace(case, truth=emulate.Truth(exact, exact, []), torch_y=beside)
+        out.append(case)
+    return out
+
+
+def ffn_cases(truth: Truth, weights: Weights, linears: list[Any]) -> list[Case]:
     """The cases of an FFN that runs as one call on the packed weights of these linears."""
     opened = {id(o.matrix): o for m in linears for o in m._fanfold.weight.open()}
-    seen = Weights.unchecked(packed.spec, **{name: opened.get(id(v), v) for name, v in packed.items()})
+    seen = Weights.unchecked(weights.spec, **{name: opened.get(id(v), v) for name, v in weights.items()})
     flat = torch.cat([x.reshape(-1, x.shape[-1]) for x in truth.xs])
     wide = to_float64(flat)
     scale = truth.found.scale
     exact = reference.forward(wide, truth.weights) * scale
     whole = emulate.ffn(wide, seen).scaled(scale)
-    if emulate.quantizes(packed):
+    if emulate.quantizes(weights):
         beside = emulate.ffn_in_torch(flat.float(), seen) * scale
     else:
-        beside = torch_ops.forward(flat, packed) * scale
-    return _cut(truth.xs, truth.original, exact, whole, beside)
+        beside = torch_ops.forward(flat, weights) * scale
+    cases = _cut(truth.xs, truth.original, exact, whole, beside)
+    parts = [m for _, m in weights.items() if isinstance(m, packed.PackedMatrix)]
+    return _in_bfloat16(cases, parts, lambda x: torch_ops.forward(x, weights).float() * scale)
 
 
 def _cut(xs: list[Tensor], originals: list[Tensor], exact: Any, whole: emulate.Truth, beside: Tensor) -> list[Case]:
@@ -119,7 +144,13 @@ class LinearTruth:
             weight.join([torch.from_numpy(getattr(p, name)) for p in parts], -1).numpy() + bias
             for name in ("y", "exact")
         )
-        return _cut(self.xs, self.original, self.exact, emulate.Truth(y, exact, []), self._in_torch(weight))
+        cases = _cut(self.xs, self.original, self.exact, emulate.Truth(y, exact, []), self._in_torch(weight))
+        own = None if self.bias is None else self.bias.detach().bfloat16()
+
+        def in_bfloat16(x: Tensor) -> Tensor:
+            return nn.functional.linear(x, weight.matrix(torch.bfloat16), own)
+
+        return _in_bfloat16(cases, list(weight.parts), in_bfloat16)
 
     def cases_in_place(self) -> list[Case]:
         """The cases of a linear whose own parameters are read: PyTorch's output is the original's."""
