@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels import dispatch
-from .packed_state import PackedFFNState
+from .packed_ffn import PackedFFNState
 from .packing import integer
 from .report import SwapRow
 from .states import LinearState

@@ -17,7 +17,7 @@ from .choose import choose_by_measurement
 from .find import Found, Progress, find
 from .job import Job, other_linears
 from .others import swap_linear, unusable
-from .packed_state import PackedFFNState
+from .packed_ffn import PackedFFNState
 from .packing import put_back
 from .report import SwapReport, SwapRow
 from .states import FFNState, LinearState, reset

@@ -1,0 +1,151 @@
+"""What an FFN over packed linears remembers, and how each call is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import cpu, dispatch, packed, packed_op
+from ..kernels import torch as torch_ops
+from ..layout import INTERLEAVED, SEPARATE, Layout
+from ..weights import Weights
+from .packed_module import real_weights, stub_used
+from .packed_state import EXCHANGED, NO_LIMIT, no_gradient, version, watch_bias
+from .quick import Quick, preparable
+from .states import GRADIENTS, FFNState
+
+
+class PackedFFNState(FFNState):
+    """An FFN whose linears are packed: one call of the kernels on their packed matrices."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._description = ""
+
+    def describe(self) -> None:
+        """Take down what torch.compile's operator must know; again after a change of `activations`."""
+        self._description = packed_op.describe_ffn(self._made(self._biases()))
+
+    def weights(self, module: nn.Module) -> Weights | str:
+        if not all(linear._fanfold.holds(linear) for linear in self.linears.values()):
+            return EXCHANGED
+        parameters = [linear._parameters.get("bias") for linear in self.linears.values()]
+        key = tuple((id(b), b.data_ptr(), version(b)) for b in parameters if b is not None)
+        if self._weights is None or key != self._key or any(v is None for *_, v in key):
+            try:
+                weights = self._made(self._biases())
+            except ValueError as error:
+                return f"its weights have changed: {error}"
+            self._key, self._weights = key, weights
+        return self._weights
+
+    def _matrices(self) -> dict[str, packed.PackedMatrix]:
+        out = {"down": self.linears["down"]._fanfold.weight.parts[0]}
+        if self.layout.order != SEPARATE:
+            out["gate"], out["up"] = self.linears["gate_up"]._fanfold.weight.parts
+            return out
+        for role in ("gate", "up") if self.spec.gated else ("up",):
+            out[role] = self.linears[role]._fanfold.weight.parts[0]
+        return out
+
+    def _made(self, biases: dict[str, Tensor | None]) -> Weights:
+        return Weights(self.spec, **self._matrices(), **biases)
+
+    def _biases(self) -> dict[str, Tensor | None]:
+        """The linears' biases as the kernels read them, for the projections of the spec."""
+        found = {role: linear._fanfold.bias(linear) for role, linear in self.linears.items()}
+        out: dict[str, Tensor | None] = {}
+        if self.spec.down_bias or not self.idle_bias:
+            out["down_bias"] = found["down"]
+        if self.layout.order != SEPARATE:
+            fused = found["gate_up"]
+            if fused is not None:
+                gate, up = Layout(order=self.layout.order).split(fused)
+                out["gate_bias"], out["up_bias"] = gate.contiguous(), up.contiguous()
+            return out
+        return out | {f"{role}_bias": found[role] for role in found if role != "down"}
+
+    def own_code(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's code over its packed linears; once more on real weights if it computes with one itself."""
+        y = super().own_code(module, args, kwargs)
+        blind = torch.compiler.is_compiling() or torch_ops.transform_active() is not None
+        if not blind and stub_used(y, (*args, *kwargs.values())):
+            with real_weights(list(self.linears.values())):
+                return super().own_code(module, args, kwargs)
+        return y
+
+    def compute(self, module: Any, x: Tensor) -> Tensor | str:
+        weights = self.weights(module)
+        if isinstance(weights, str):
+            return weights
+        named = dispatch.resolve(self.backend)
+        if torch.is_grad_enabled():
+            stuck = next((p for p in self.linears.values() if p._fanfold.stub.requires_grad), None)
+            if stuck is not None:
+                raise RuntimeError(f"{stuck._fanfold.path}: {no_gradient(self.format)}")
+            if dispatch.needs_grad(x, weights):
+                return GRADIENTS
+        if named == "torch":
+            return torch_ops.forward(x, weights)
+        reason = packed.why_not(x, weights)
+        if reason is not None:
+            if named == "cpu":
+                raise dispatch.BackendError(f"backend 'cpu' cannot run {self.path}: {reason}")
+            return reason
+        y = packed.forward(x, weights)
+        self.calls += 1
+        dispatch.record("cpu")
+        self.prepare(module, x, weights)
+        return y
+
+    def traced(self, module: Any, x: Tensor) -> Tensor | str:
+        """`compute` while torch.compile is tracing. Whether the stubs are in place is for `objection` to see."""
+        if torch.is_grad_enabled() and (
+            x.requires_grad or any(p._fanfold.requires_grad_now(p) for p in self.linears.values())
+        ):
+            return GRADIENTS
+        if dispatch.resolve(self.backend) == "torch" or x.dtype not in cpu._DTYPES:
+            return "backend torch"
+        if any(p._parameters["weight"] is not p._fanfold.stub for p in self.linears.values()):
+            return EXCHANGED
+        biases = {role: p.bias.float() for role, p in self.linears.items() if p.bias is not None}
+        if not self.spec.down_bias:
+            biases.pop("down", None)
+        if "gate_up" in biases:
+            gate, up = Layout(order=self.layout.order).split(biases.pop("gate_up"))
+            biases |= {"gate": gate.contiguous(), "up": up.contiguous()}
+        data = {role: matrix.data for role, matrix in self._matrices().items()}
+        return torch.ops.fanfold.packed_ffn(
+            x,
+            data.get("gate"),
+            data["up"],
+            data["down"],
+            biases.get("gate"),
+            biases.get("up"),
+            biases.get("down"),
+            self._description,
+        )
+
+    def prepare(self, module: nn.Module, x: Tensor, weights: Weights) -> None:
+        """Bind the kernel for further calls like this one, which has passed every check."""
+        if not preparable(x) or self.snapshot is None or self.snapshot.constants:
+            return
+        if self.layout.order in INTERLEAVED and self.spec.up_bias:
+            return  # their biases are copied
+        call = packed.prepare(x, weights)
+        watched = self.snapshot.watched(self.dropout)
+        questions: list[Any] = []
+        for role, linear in self.linears.items():
+            bias = weights.up_bias if role == "gate_up" else getattr(weights, f"{role}_bias")
+            own = watch_bias(linear, bias)
+            if own is None:
+                return
+            stub = linear._fanfold.stub
+            questions += [*own, (stub.data_ptr, stub.data_ptr())]
+            watched += [(linear._parameters, key, p) for key, p in linear._parameters.items()]
+        if call is None:
+            return
+        below = [m for name, m, *_ in self.snapshot.nodes if name]
+        self.quick = Quick(call, x, None, watched, below, module, limit=NO_LIMIT, questions=questions)
