@@ -277,10 +277,11 @@ def forward(x: Tensor, weights: Weights) -> Tensor:
     """y = down(act(gate x) * (up x)) with packed matrices.
 
     x  [..., d_model] float32 or bfloat16  ->  [..., d_model], x's dtype, contiguous. Biases float32.
-    Float formats: float32 accumulation (bfloat16 products of a bfloat16 x may run on the CPU's unit for them).
-    Integer formats with activations "int8": x and the coefficients are quantized per token and group (the matrix's own
-    groups, 256 where a row has one scale), integer sums are exact; a call whose x is not finite runs as "float".
-    Bit-equal for the same input, instruction set and format. Not differentiable. Raises ValueError with the reason.
+    Sums accumulate in float32. Integer formats with activations "int8": x and the coefficients are quantized per token
+    and group (the matrix's own groups, 256 where a row has one scale) and integer sums are exact; with many tokens they
+    may meet the CPU's bfloat16 unit instead, and so may a bfloat16 x: `arithmetic` tells. A call with coefficients or an
+    x that are not finite runs with activations as they are.
+    Bit-equal for the same input, instruction set, format and token count. Not differentiable. Raises ValueError with the reason.
     """
     reason = why_not(x, weights)
     if reason is not None:
@@ -327,6 +328,15 @@ def bind_linear(dtype: torch.dtype, matrix: PackedMatrix, bias: Tensor | None) -
     """`bind` for one matrix."""
     code = cpu._DTYPES[dtype]
     return cpu._cpu.bind_packed_linear(cpu._ISA_IDS[cpu.isa()], code, _part(matrix, bias))
+
+
+def arithmetic(dtype: torch.dtype, matrix: PackedMatrix, tokens: int) -> str:
+    """How `matrix` multiplies `tokens` tokens of `dtype` on the instruction set in use: "fp32", "bf16" or "int8".
+
+    "bf16": x is rounded to bfloat16 and so are the weights (exact for "bf16" and for the codes of "int8"); sums in
+    float32. Only where x is bfloat16, or would be rounded to 8 bits otherwise. "int8": as `formats.quantize_activations`.
+    """
+    return cpu._cpu.products(cpu._ISA_IDS[cpu.isa()], cpu._DTYPES[dtype], _part(matrix, None), tokens)
 
 
 def _part(matrix: PackedMatrix | None, bias: Tensor | None) -> tuple[int, int, int, int, int, bool]:

@@ -164,6 +164,14 @@ BoundPacked bind_packed_linear(int isa, int x_dtype, const Part& matrix) {
   return bound;
 }
 
+// In which arithmetic a matrix multiplies `tokens` tokens: "fp32", "bf16" or "int8".
+std::string products(int isa, int x_dtype, const Part& matrix, ptrdiff_t tokens) {
+  static const char* const names[] = {"fp32", "bf16", "int8"};
+  const fanfold::Arithmetic kind =
+      checked(isa).packed->products(packed(matrix), dtype(x_dtype) == fanfold::kBFloat16, tokens);
+  return names[kind];
+}
+
 // Whether everything that a prepared call relies on is still there. In C, because each Python object and byte code that
 // a check touches between two streams of weights is a cache miss: 28 us in Python, a fifth of that here.
 //   sizes    (dict, length, …)         watched  (dict, key, value, …): identity
@@ -224,6 +232,7 @@ NB_MODULE(_cpu, m) {
   nb::class_<BoundPacked>(m, "BoundPacked").def("run", &BoundPacked::run);
   m.def("bind_packed", &bind_packed);
   m.def("bind_packed_linear", &bind_packed_linear);
+  m.def("products", &products);
   m.def("holds", &holds);
   m.def("activation", &activation);
   m.def("peak", &peak, "Operations per second that this CPU reaches with an arithmetic; 0 without a unit for it.");

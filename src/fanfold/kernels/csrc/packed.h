@@ -79,6 +79,7 @@ struct PackedKernels {
   size_t (*workspace)(const PackedCall&);  // bytes
   bool (*run)(const PackedCall&, uint8_t* workspace);  // false: an activation was not finite and could not be quantized
   double (*burn)(Arithmetic, ptrdiff_t rounds);        // see peak_inl.h
+  Arithmetic (*products)(const Packed&, bool narrow_x, ptrdiff_t tokens);  // how a matrix meets x (bfloat16 if narrow)
 };
 
 void run(const PackedKernels& isa, const PackedCall& call);

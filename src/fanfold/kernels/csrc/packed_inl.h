@@ -181,3 +181,8 @@ bool packed_run(const PackedCall& c, uint8_t* workspace) {
   parallel(c.threads, packed_body, &job);
   return job.odd == 0;
 }
+
+static Arithmetic products(const Packed& m, bool narrow_x, ptrdiff_t tokens) {
+  const Mode mode = mode_of(m, narrow_x, tokens);
+  return mode == kInt8Mode ? kInt8Arithmetic : mode == kFloatMode ? kFloatArithmetic : kBf16Arithmetic;
+}

@@ -6,6 +6,7 @@ static double burn(Arithmetic kind, ptrdiff_t rounds) {
   constexpr int kChains = 12;  // more than latency times units
   if (kind == kFloatArithmetic) {
     vf v[kChains];
+#pragma GCC unroll 12
     for (int i = 0; i < kChains; ++i) v[i] = splat((float)i);
     for (ptrdiff_t r = 0; r < rounds; ++r) {
 #pragma GCC unroll 12

@@ -1,6 +1,7 @@
 // The products of several columns with all tokens. Included by packed_inl.h.
 
 constexpr ptrdiff_t kSpan = 512;  // most inputs of a step over all tokens: its weights stay in L1, the tokens' in L2
+constexpr ptrdiff_t kChain = W == 16 ? 128 : 64;  // inputs of one float32 sum
 constexpr ptrdiff_t kMostColumns = 32;  // of one call, gate's and up's together
 
 // Room for two columns' span in float32, or unpacked with its headers.
@@ -124,19 +125,24 @@ static void span_product(const Packed& m, const uint8_t* column, const uint8_t* 
       continue;
     }
     constexpr int kMost = R == 2 ? kPairTokens : kOneTokens;
-    if (in.mode == kDotMode) {
+    // Sums of kChain inputs are added to the total: rounding grows with their length, not with the matrix.
+    for (ptrdiff_t k = 0; k < n; k += kChain) {
+      const ptrdiff_t part = imin(kChain, n - k), line = kLanes * (direct ? m.bits : 32) / 8;
+      const uint8_t* const from[2] = {at[0] + k * line, at[R - 1] + k * line};
+      const uint16_t* const pairs = in.mode == kDotMode ? in.b + t0 * in.ld + (k0 + k) * T : nullptr;
+      const float* const x = in.mode == kDotMode ? (const float*)pairs : in.f + t0 * in.ld + (k0 + k) * T;
+      if (in.mode == kDotMode) {
 #ifdef FANFOLD_BF16
-      float_tiles<R, kDots, kMost>(T, at, n, (const float*)(in.b + t0 * in.ld + k0 * T), to, ldc, hint);
+        float_tiles<R, kDots, kMost>(T, from, part, x, to, ldc, hint);
 #endif
-      continue;
-    }
-    const float* const x = in.f + t0 * in.ld + k0 * T;
-    if (!direct || m.format == kFp32) {
-      float_tiles<R, kFloats, kMost>(T, at, n, x, to, ldc, hint);
-    } else if (m.format == kBf16) {
-      float_tiles<R, kPairs, kMost>(T, at, n, x, to, ldc, hint);
-    } else {
-      float_tiles<R, kHalves, kMost>(T, at, n, x, to, ldc, hint);
+      } else if (!direct || m.format == kFp32) {
+        float_tiles<R, kFloats, kMost>(T, from, part, x, to, ldc, hint);
+      } else if (m.format == kBf16) {
+        float_tiles<R, kPairs, kMost>(T, from, part, x, to, ldc, hint);
+      } else {
+        float_tiles<R, kHalves, kMost>(T, from, part, x, to, ldc, hint);
+      }
+      hint.at += (uintptr_t)(div_up(part, per_line) * hint.step);
     }
   }
 }
@@ -153,8 +159,7 @@ static void finish_rows(const Packed& m, ptrdiff_t n0, ptrdiff_t width, ptrdiff_
   }
 }
 
-// The inputs of a step: whole blocks. A lone group of tokens needs no steps; float sums are kept short, because their
-// rounding grows with their length.
+// The inputs of a step: whole blocks. A lone group of tokens needs no steps for its codes.
 INL ptrdiff_t span_of(const Packed& m, const Inputs& in) {
   if (in.mode == kInt8Mode && in.groups() == 1) return round_up(m.k, m.block);
   if (in.mode == kRowMode) return 512 / m.block * m.block;  // as bfloat16 it fits the scratch

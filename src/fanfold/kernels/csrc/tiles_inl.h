@@ -249,7 +249,8 @@ __attribute__((noinline)) static void int_tile(const IntTile& tile) {
             } else {
               total = load(at);
             }
-            total += S == kByRow ? value * s : value * (scale * s);
+            // s last: for the smallest activations its product with the scale alone would underflow
+            total += S == kByRow ? value * s : value * scale * s;
             if constexpr (S == kByGroupWithMinimum) total += least * sum_at[t];
             if constexpr (kKeep) {
               kept[r][t][v] = total;
