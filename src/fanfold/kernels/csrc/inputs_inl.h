@@ -192,7 +192,9 @@ static bool take_input(const PackedCall& c, const Packed& m, const Inputs& in, p
   bool finite = true;
   float part[kRowPart];
   for (ptrdiff_t k = 0; k < m.k; k += kRowPart) {
-    const ptrdiff_t n = imin(kRowPart, m.k - k), padded = imin(kRowPart, in.ld - k);
+    const ptrdiff_t n = imin(kRowPart, m.k - k);
+    // quantized: whole groups; else only what no other thread fills (zero_rows, in kRowMode)
+    const ptrdiff_t padded = in.mode == kInt8Mode ? imin(kRowPart, in.ld - k) : round_up(n, 16);
     if (c.x_dtype == kFloat32) {
       widen_row((const float*)c.x + at + k, n, part, padded);
     } else {
