@@ -6,7 +6,6 @@ constexpr int kPairTokens = W == 16 ? 14 : 0;              // most tokens of a f
 constexpr int kOneTokens = W == 16 ? 14 : W == 8 ? 6 : 3;  // … of one column
 constexpr int kIntPairTokens = W == 16 ? 12 : 0;
 constexpr int kIntOneTokens = W == 16 ? 12 : W == 8 ? 4 : 2;
-constexpr ptrdiff_t kFewTokens = 16;     // up to here columns are taken one by one: reading them is the work
 constexpr ptrdiff_t kBlockTokens = 128;  // of one pass over the weights
 constexpr ptrdiff_t kTileTokens = 32;    // two tiles of the matrix unit
 constexpr ptrdiff_t kTilesFrom = 5;        // tokens from which it is the faster way (measured)
@@ -46,7 +45,7 @@ static Plan plan(const PackedCall& c, uintptr_t base) {
   // the matrix unit is so quick that reading the weights is what counts
   const ptrdiff_t most_tokens = first_mode == kRowMode ? 2 * kBlockTokens : kBlockTokens;
   p.block = div_up(c.tokens, div_up(c.tokens, most_tokens));
-  p.pair = kPairTokens > 0 && (c.tokens > kFewTokens || first_mode == kRowMode);
+  p.pair = kPairTokens > 0;  // even for one token: two columns are two streams of memory
   size_t at = place_inputs(first_matrix(c), p.block, first_mode, p.pair, base, 0, &p.x);
   static_assert(kMostColumns * kLanes >= 2 * 256, "gate's and up's columns of the largest activation group");
   if (c.up.columns != nullptr) {
