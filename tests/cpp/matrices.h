@@ -19,7 +19,9 @@ inline std::mt19937& random_bits() {
 }
 inline float random_float() { return std::uniform_real_distribution<float>(-1.0f, 1.0f)(random_bits()); }
 // A float16 of 2^-9 … 2^-5.
-inline uint16_t random_half() { return static_cast<uint16_t>((6 + random_bits()() % 4) << 10 | random_bits()() % 1024); }
+inline uint16_t random_half() {
+  return static_cast<uint16_t>((6 + random_bits()() % 4) << 10 | random_bits()() % 1024);
+}
 
 inline size_t size_of(DType t) { return t == fanfold::kFloat32 ? 4 : 2; }
 
@@ -80,7 +82,8 @@ inline void fill_column(const fanfold::Packed& m, uint8_t* to, uint8_t* end) {
   }
 }
 
-inline PackedData packed_data(int format, ptrdiff_t n, ptrdiff_t k, bool int8_activations, bool bias, size_t missing = 0) {
+inline PackedData packed_data(int format, ptrdiff_t n, ptrdiff_t k, bool int8_activations, bool bias,
+                              size_t missing = 0) {
   PackedData p;
   if (bias) p.bias = numbers(1, n, n, fanfold::kFloat32);
   const fanfold::Packed shape = fanfold::packed_matrix(nullptr, format, n, k, nullptr, int8_activations);
