@@ -327,6 +327,21 @@ def test_channels_that_pad_a_column_write_nothing(isa, name):
             assert compare(packed.forward(x, weights), ffn_truth(x, weights), ffn_in_torch(x, weights, t))
 
 
+@pytest.mark.parametrize("name", ["relu", "relu2"])
+@pytest.mark.parametrize("format", ["fp32", "bf16", "fp16", "int8"])
+def test_channels_with_coefficient_zero_are_skipped_without_a_trace(isa, format, name):
+    for d, f in ((48, 333), (33, 1024)):
+        spec = Spec(d_model=d, d_ff=f, activation=name, gated=False, up_bias=True, down_bias=True)
+        weights = pack_ffn(spec, format)
+        x = tokens(20, d)
+        for share in (0.0, 0.5, 0.95, 1.0):  # of the channels that are off
+            off = torch.rand(f, generator=torch.Generator().manual_seed(3)) < share
+            some = weights.replace(up_bias=torch.where(off, -100.0, 0.5))
+            y = torch.cat([packed.forward(part, some) for part in x.split(1)])
+            found = compare(y, ffn_truth(x, some), ffn_in_torch(x, some, 1))
+            assert found, (d, f, share, found)
+
+
 def test_two_threads_share_the_weights(isa):
     spec = Spec(d_model=64, d_ff=200, activation="silu", gated=True)
     weights = pack_ffn(spec, "int8")

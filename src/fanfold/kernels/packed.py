@@ -27,6 +27,7 @@ from . import cpu
 LAYOUT_VERSION = 1
 LANES = 16  # outputs of a column
 ALIGN = 64
+_LARGE = 4 << 20  # bytes from which the system is asked for large pages
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _IDS = {
     name: i
@@ -116,6 +117,8 @@ def aligned(n_bytes: int) -> Tensor:
     """An uninitialised uint8 tensor [n_bytes] that begins on a 64-byte line."""
     whole = torch.empty(n_bytes + ALIGN, dtype=torch.uint8)
     begin = -whole.data_ptr() % ALIGN
+    if n_bytes >= _LARGE and cpu._cpu is not None:
+        cpu._cpu.use_large_pages(whole.data_ptr(), n_bytes)  # 7–15 % of decode's time (2048x5632, 2026-11)
     return whole[begin : begin + n_bytes]
 
 
@@ -281,6 +284,8 @@ def forward(x: Tensor, weights: Weights) -> Tensor:
     and group (the matrix's own groups, 256 where a row has one scale) and integer sums are exact; with many tokens they
     may meet the CPU's bfloat16 unit instead, and so may a bfloat16 x: `arithmetic` tells. A call with coefficients or an
     x that are not finite runs with activations as they are.
+    With relu and relu2 a lone token skips the channels whose coefficient is exactly zero (float formats; were a value
+    of such a channel infinite, PyTorch's product would be NaN).
     Bit-equal for the same input, instruction set, format and token count. Not differentiable. Raises ValueError with the reason.
     """
     reason = why_not(x, weights)

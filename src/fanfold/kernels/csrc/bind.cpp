@@ -5,6 +5,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <cmath>
 #include <map>
 #include <stdexcept>
@@ -215,6 +219,18 @@ double peak(const std::string& kind, int threads) {
   return best;
 }
 
+// Asks the system for large pages under a long-lived buffer: a stream of weights touches a page every 4 KiB otherwise.
+void use_large_pages(uintptr_t address, size_t bytes) {
+#ifdef __linux__
+  constexpr uintptr_t kPage = 4096;
+  const uintptr_t begin = (address + kPage - 1) / kPage * kPage, end = (address + bytes) / kPage * kPage;
+  if (end > begin) madvise(pointer<void>(begin), end - begin, MADV_HUGEPAGE);  // a wish: whether it is granted is no matter
+#else
+  (void)address;
+  (void)bytes;
+#endif
+}
+
 void activation(int isa, uintptr_t src, uintptr_t dst, ptrdiff_t n, int act, const Params& params) {
   double values[4];
   set_params(values, params);
@@ -235,5 +251,6 @@ NB_MODULE(_cpu, m) {
   m.def("products", &products);
   m.def("holds", &holds);
   m.def("activation", &activation);
+  m.def("use_large_pages", &use_large_pages);
   m.def("peak", &peak, "Operations per second that this CPU reaches with an arithmetic; 0 without a unit for it.");
 }

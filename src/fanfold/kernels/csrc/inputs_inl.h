@@ -16,6 +16,8 @@ struct Inputs {
   float* scale;
   int32_t* start;  // - offset * sum of the codes: where an integer sum begins
   float* sum;      // scale * sum of the codes: what a minimum is multiplied with
+  const int32_t* lines;  // of a lone token: the lines of a column whose inputs are not all zero; nullptr: take them all
+  ptrdiff_t n_lines;
 
   ptrdiff_t groups() const { return (tokens + most - 1) / most; }
   ptrdiff_t begin(ptrdiff_t g) const { return tokens * g / groups(); }

@@ -31,10 +31,15 @@ struct Plan {
   bool pair;               // tiles of two columns
   Inputs x, m;             // x: what gate and up (or a lone down) multiply; m: the coefficients
   ptrdiff_t ldc;           // of a task's outputs
-  size_t shared, c_floats, each;
+  size_t shared, c_floats, lists, each;  // lists: where a thread's list of lines lies in its part
 };
 
 INL const Packed& first_matrix(const PackedCall& c) { return c.up.columns != nullptr ? c.up : c.down; }
+
+// Whether coefficients of a lone token can be expected to be exactly zero often, in a format whose lines hold few.
+INL bool may_be_sparse(const PackedCall& c) {
+  return c.up.columns != nullptr && c.tokens == 1 && (c.act == kRelu || c.act == kRelu2) && c.down.bits >= 16;
+}
 
 // Results do not depend on the tasks' sizes, nor on the threads.
 static Plan plan(const PackedCall& c, uintptr_t base) {
@@ -60,8 +65,27 @@ static Plan plan(const PackedCall& c, uintptr_t base) {
   p.ldc = imax(p.chunk, p.down_columns * kLanes) + kLanes;  // rows a power of two apart would share a few cache sets
   p.shared = at;
   p.c_floats = (size_t)(round_up(p.block, kTileTokens) * p.ldc);
-  p.each = line_up(kScratchBytes + 2 * p.c_floats * sizeof(float));
+  p.lists = line_up(kScratchBytes + 2 * p.c_floats * sizeof(float));
+  p.each = p.lists + (may_be_sparse(c) ? line_up((size_t)c.down.k * sizeof(int32_t)) : 0);
   return p;
+}
+
+constexpr double kSparse = 0.6;  // of the lines: skipping the others pays below it (measured)
+
+// Lists the lines that down must read, if few enough. -> what down multiplies.
+static Inputs without_zeros(const Packed& m, const Inputs& in, int32_t* lines) {
+  Inputs out = in;
+  const int per_line = line_inputs(m);
+  const ptrdiff_t all = div_up(m.k, per_line);
+  ptrdiff_t n = 0;
+  for (ptrdiff_t i = 0; i < all; ++i) {
+    lines[n] = (int32_t)i;
+    n += in.f[i * per_line] != 0.0f || (per_line == 2 && in.f[i * 2 + 1] != 0.0f);  // in.f is padded with zeros
+  }
+  if ((double)n > kSparse * (double)all) return out;
+  out.lines = lines;
+  out.n_lines = n;
+  return out;
 }
 
 struct PackedJob {
@@ -162,8 +186,10 @@ void packed_body(int thread, int threads, void* arg) {
       for (ptrdiff_t i; (i = take(job.next[1])) * p.chunk < c.up.n;) finite &= up_task(c, p, i * p.chunk, own);
       finish(job, 1, thread, threads);
     }
+    Inputs in = whole ? p.m : p.x;
+    if (may_be_sparse(c) && in.mode == kFloatMode) in = without_zeros(c.down, in, (int32_t*)(own + p.lists));
     for (ptrdiff_t i; (i = take(job.next[2])) * p.down_columns * kLanes < c.down.n;) {
-      down_task(c, p, whole ? p.m : p.x, first, i * p.down_columns, own);
+      down_task(c, p, in, first, i * p.down_columns, own);
     }
     if (first + p.block < c.tokens) finish(job, 2, thread, threads);
   }

@@ -159,6 +159,12 @@ static void finish_rows(const Packed& m, ptrdiff_t n0, ptrdiff_t width, ptrdiff_
   }
 }
 
+static void finish_task(const Task& task, const Inputs& in, ptrdiff_t width) {
+  for (ptrdiff_t i = 0; i < task.count; ++i) {
+    finish_rows(*task.matrix[i], task.column[i] * kLanes, width, in.tokens, task.out[i], task.ldc);
+  }
+}
+
 // The inputs of a step: whole blocks. A lone group of tokens needs no steps for its codes.
 INL ptrdiff_t span_of(const Packed& m, const Inputs& in) {
   if (in.mode == kInt8Mode && in.groups() == 1) return round_up(m.k, m.block);
@@ -175,6 +181,16 @@ static void product(const Task& task, const Inputs& in, const uint8_t* next, uin
     for (ptrdiff_t t = 0; t < in.tokens; ++t) {
       for (ptrdiff_t j = 0; j < width; j += W) store(task.out[i] + t * task.ldc + j, vf{});
     }
+  }
+  if (in.lines != nullptr) {
+    for (ptrdiff_t i = 0; i < task.count; ++i) {
+      if (task.pair) {
+        if constexpr (kPairTokens > 0) sparse_product<2>(*task.matrix[i], column_at(task, i), in, task.out[i]);
+      } else {
+        sparse_product<1>(*task.matrix[i], column_at(task, i), in, task.out[i]);
+      }
+    }
+    return finish_task(task, in, width);
   }
   // Few tokens: columns one after the other, as they lie in memory; many: what they share stays in L2.
   const ptrdiff_t outer = in.groups() == 1 ? task.count : 1, inner = task.count / outer;
@@ -201,7 +217,5 @@ static void product(const Task& task, const Inputs& in, const uint8_t* next, uin
       }
     }
   }
-  for (ptrdiff_t i = 0; i < task.count; ++i) {
-    finish_rows(*task.matrix[i], task.column[i] * kLanes, width, in.tokens, task.out[i], task.ldc);
-  }
+  finish_task(task, in, width);
 }

@@ -115,6 +115,66 @@ static void float_tiles(ptrdiff_t tokens, const uint8_t* const* columns, ptrdiff
   float_tile<R, Most, S>(columns, inputs, x, c, ldc, hint);
 }
 
+// The inputs of a line.
+INL int line_inputs(const Packed& m) { return m.format == kBf16 ? 2 : 1; }
+
+// c[r * 16 + lane] += the products of one token with the listed lines of R columns: a zero coefficient spares its
+// channel's memory.
+template <int R, Source S>
+static void sparse_tile(const uint8_t* const (&columns)[2], const int32_t* lines, ptrdiff_t n, const float* x, float* c) {
+  constexpr int kLine = S == kHalves ? 32 : 64;
+  constexpr ptrdiff_t kFar = 16;  // lines asked for in advance
+  vf acc[2][R][V] = {};
+  const auto step = [&](int u, ptrdiff_t line) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) {
+      const uint8_t* const w = columns[r] + line * kLine;
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        if constexpr (S == kFloats) {
+          acc[u][r][v] += load((const float*)w + v * W) * x[line];
+        } else if constexpr (S == kHalves) {
+          acc[u][r][v] += load_half(w + v * W * 2) * x[line];
+        } else {
+          acc[u][r][v] += load_first((const uint16_t*)w + v * W * 2) * x[2 * line];
+          acc[u][r][v] += load_second((const uint16_t*)w + v * W * 2) * x[2 * line + 1];
+        }
+      }
+    }
+  };
+  ptrdiff_t i = 0;
+  for (; i + kFar + 2 <= n; i += 2) {
+    for (int r = 0; r < R; ++r) {
+      __builtin_prefetch(columns[r] + lines[i + kFar] * kLine, 0, 3);
+      __builtin_prefetch(columns[r] + lines[i + kFar + 1] * kLine, 0, 3);
+    }
+    step(0, lines[i]);
+    step(1, lines[i + 1]);
+  }
+  for (; i < n; ++i) step(0, lines[i]);
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < V; ++v) {
+      float* const to = c + r * kLanes + v * W;
+      store(to, load(to) + (acc[0][r][v] + acc[1][r][v]));
+    }
+  }
+}
+
+template <int R>
+static void sparse_product(const Packed& m, const uint8_t* column, const Inputs& in, float* c) {
+  const uint8_t* const columns[2] = {column, column + (R - 1) * m.column_bytes};
+  for (ptrdiff_t i = 0; i < in.n_lines; i += 128) {  // sums as short as elsewhere
+    const ptrdiff_t n = imin(128, in.n_lines - i);
+    if (m.format == kFp32) {
+      sparse_tile<R, kFloats>(columns, in.lines + i, n, in.f, c);
+    } else if (m.format == kBf16) {
+      sparse_tile<R, kPairs>(columns, in.lines + i, n, in.f, c);
+    } else {
+      sparse_tile<R, kHalves>(columns, in.lines + i, n, in.f, c);
+    }
+  }
+}
+
 // ---- integer tiles ----
 
 // How a column's codes are scaled: once at the end (one scale a row), by groups, or by groups with a minimum.
