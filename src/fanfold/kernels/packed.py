@@ -45,7 +45,7 @@ class PackedMatrix:
 
     format       a name of `FORMATS`.
     data         uint8 [bytes], 64-byte aligned: the layout of this module's docstring.
-    activations  "int8": what it multiplies is quantized per token and group; "float": it is not. Float formats: "float".
+    activations  "int8": what it multiplies is quantized per token and group; "float": it is not, as for float formats.
     Raises ValueError if the bytes are not as many as the format takes.
     """
 
@@ -263,7 +263,8 @@ def why_not(x: Any, weights: Weights) -> str | None:
     for name, value in weights.items():
         if name.endswith("bias"):
             if type(value) not in (Tensor, torch.nn.Parameter) or value.dtype != torch.float32:
-                return f"{name} is {getattr(value, 'dtype', type(value))}, expected torch.float32 beside packed matrices"
+                found = getattr(value, "dtype", type(value))
+                return f"{name} is {found}, expected torch.float32 beside packed matrices"
             if not value.is_contiguous() or not value.is_cpu:
                 return f"{name} is not contiguous CPU memory"
         elif type(value) is not PackedMatrix:
@@ -281,12 +282,13 @@ def forward(x: Tensor, weights: Weights) -> Tensor:
 
     x  [..., d_model] float32 or bfloat16  ->  [..., d_model], x's dtype, contiguous. Biases float32.
     Sums accumulate in float32. Integer formats with activations "int8": x and the coefficients are quantized per token
-    and group (the matrix's own groups, 256 where a row has one scale) and integer sums are exact; with many tokens they
-    may meet the CPU's bfloat16 unit instead, and so may a bfloat16 x: `arithmetic` tells. A call with coefficients or an
-    x that are not finite runs with activations as they are.
+    and group (the matrix's own groups, 256 where a row has one scale) and integer sums are exact; with many tokens
+    they may meet the CPU's bfloat16 unit instead, and so may a bfloat16 x: `arithmetic` tells. A call with
+    coefficients or an x that are not finite runs with activations as they are.
     With relu and relu2 a lone token skips the channels whose coefficient is exactly zero (float formats; were a value
     of such a channel infinite, PyTorch's product would be NaN).
-    Bit-equal for the same input, instruction set, format and token count. Not differentiable. Raises ValueError with the reason.
+    Bit-equal for the same input, instruction set, format and token count. Not differentiable.
+    Raises ValueError with the reason.
     """
     reason = why_not(x, weights)
     if reason is not None:
@@ -339,7 +341,8 @@ def arithmetic(dtype: torch.dtype, matrix: PackedMatrix, tokens: int) -> str:
     """How `matrix` multiplies `tokens` tokens of `dtype` on the instruction set in use: "fp32", "bf16" or "int8".
 
     "bf16": x is rounded to bfloat16 and so are the weights (exact for "bf16" and for the codes of "int8"); sums in
-    float32. Only where x is bfloat16, or would be rounded to 8 bits otherwise. "int8": as `formats.quantize_activations`.
+    float32. Only where x is bfloat16, or would be rounded to 8 bits otherwise.
+    "int8": as `formats.quantize_activations`.
     """
     return cpu._cpu.products(cpu._ISA_IDS[cpu.isa()], cpu._DTYPES[dtype], _part(matrix, None), tokens)
 
