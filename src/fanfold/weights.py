@@ -88,7 +88,7 @@ class Weights:
     @property
     def nbytes(self) -> int:
         """Bytes of all matrices and biases as stored."""
-        return sum(int(np.prod(tuple(v.shape))) * _itemsize(v) for _, v in self.items())
+        return sum(int(v.nbytes) for _, v in self.items())
 
     def replace(self, **changes: Any) -> Weights:
         """A copy with some arrays (or `spec`) exchanged, checked again."""
@@ -110,7 +110,3 @@ def _is_float(value: Any) -> bool:
     if hasattr(value, "is_floating_point"):
         return bool(value.is_floating_point())
     return np.issubdtype(value.dtype, np.floating)
-
-
-def _itemsize(value: Any) -> int:
-    return int(value.element_size()) if hasattr(value, "element_size") else int(value.dtype.itemsize)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import numerics, reference
-from ..kernels import cpu, packed
+from ..kernels import packed
 from ..kernels import torch as torch_ops
 from ..weights import Weights, to_float64
 from . import emulate
@@ -71,11 +71,8 @@ def _larger(before: float | None, now: float) -> float:
 
 def _rounds(x: Tensor, parts: list[Any]) -> bool:
     """Whether the kernels multiply this batch by one of `parts` in the CPU's bfloat16 unit, instead of int8 codes."""
-    ask = getattr(packed, "arithmetic", None)
-    if ask is None or not hasattr(cpu._cpu, "products"):  # kernels without a bfloat16 path do not say
-        return False
     tokens = x.numel() // x.shape[-1]
-    return any(part.activations == "int8" and ask(x.dtype, part, tokens) == "bf16" for part in parts)
+    return any(m.activations == "int8" and packed.arithmetic(x.dtype, m, tokens) == "bf16" for m in parts)
 
 
 def _in_bfloat16(cases: list[Case], parts: list[Any], torch_bf16: Callable[[Tensor], Tensor]) -> list[Case]:
