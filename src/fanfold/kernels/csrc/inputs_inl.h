@@ -76,8 +76,10 @@ INL size_t place_inputs(const Packed& m, ptrdiff_t tokens, Mode mode, bool pair,
 
 // round(a b) to nearest, ties to even, of the exact product: |a b| < 2^21.
 INL vi rounded_product(vf a, float b) {
-#ifdef __FMA__
-  return (vi)(a * b + 0x1.8p23f) - 0x4b400000;  // contracted to one rounding
+#if FANFOLD_W == 16
+  return (vi)_mm512_fmadd_ps((__m512)a, (__m512)splat(b), (__m512)splat(0x1.8p23f)) - 0x4b400000;
+#elif FANFOLD_W == 8
+  return (vi)_mm256_fmadd_ps((__m256)a, (__m256)splat(b), (__m256)splat(0x1.8p23f)) - 0x4b400000;
 #else
   Pair p = to_double(a);
   p.low = (p.low * (double)b + 0x1.8p52) - 0x1.8p52;
