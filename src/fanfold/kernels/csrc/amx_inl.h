@@ -115,8 +115,8 @@ INL void narrow_line(const uint8_t* w, uint16_t* to, int offset, vf scale, vf le
   }
 }
 
-// Inputs [k0, k0 + n) of a column of integer codes as bfloat16 pairs, zeros up to a whole tile. The scale of a row comes
-// at the end, so that those numbers are exact.
+// Inputs [k0, k0 + n) of a column of integer codes as bfloat16 pairs, zeros up to a whole tile. The scale of a row
+// comes at the end, so that those numbers are exact.
 template <int Bits, bool ByRow>
 static void narrow_codes(const Packed& m, const uint8_t* column, ptrdiff_t k0, ptrdiff_t n, uint16_t* to) {
   const uint8_t* w = column + bytes_before(m, k0);

@@ -224,7 +224,8 @@ void use_large_pages(uintptr_t address, size_t bytes) {
 #ifdef __linux__
   constexpr uintptr_t kPage = 4096;
   const uintptr_t begin = (address + kPage - 1) / kPage * kPage, end = (address + bytes) / kPage * kPage;
-  if (end > begin) madvise(pointer<void>(begin), end - begin, MADV_HUGEPAGE);  // a wish: whether it is granted is no matter
+  if (end > begin)
+    madvise(pointer<void>(begin), end - begin, MADV_HUGEPAGE);  // a wish: whether it is granted is no matter
 #else
   (void)address;
   (void)bytes;

@@ -42,9 +42,9 @@ bool has_avx512() {
 bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 bool has_avx512_bf16() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
 bool has_amx() {
-  static const bool granted =
-      has_avx512_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-                              __builtin_cpu_supports("amx-int8") && tiles_granted();
+  static const bool granted = has_avx512_bf16() && __builtin_cpu_supports("amx-tile") &&
+                              __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
+                              tiles_granted();
   return granted;
 }
 #endif

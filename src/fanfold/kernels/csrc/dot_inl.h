@@ -11,8 +11,8 @@ INL vi dot4_small(vi sum, vi codes, vi x) { return dot4(sum, codes, x); }
 // Even and odd bytes as 16-bit numbers: 255 * 127 * 2 would saturate a 16-bit sum, a 32-bit one holds it.
 INL vi dot4(vi sum, vi codes, vi x) {
   const __m512i c = (__m512i)codes, v = (__m512i)x;
-  const __m512i even = _mm512_madd_epi16(_mm512_and_si512(c, _mm512_set1_epi16(255)),
-                                         _mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8));
+  const __m512i even =
+      _mm512_madd_epi16(_mm512_and_si512(c, _mm512_set1_epi16(255)), _mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8));
   const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(c, 8), _mm512_srai_epi16(v, 8));
   return sum + ((vi)even + (vi)odd);
 }
@@ -23,8 +23,8 @@ INL vi dot4_small(vi sum, vi codes, vi x) {  // codes up to 15: 15 * 127 * 2 fit
 #elif FANFOLD_W == 8
 INL vi dot4(vi sum, vi codes, vi x) {
   const __m256i c = (__m256i)codes, v = (__m256i)x;
-  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(c, _mm256_set1_epi16(255)),
-                                         _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8));
+  const __m256i even =
+      _mm256_madd_epi16(_mm256_and_si256(c, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8));
   const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(c, 8), _mm256_srai_epi16(v, 8));
   return sum + ((vi)even + (vi)odd);
 }

@@ -60,4 +60,3 @@ static void unpack_nibbles(const Packed& m, const uint8_t* column, ptrdiff_t k0,
     }
   }
 }
-

@@ -17,7 +17,6 @@ namespace {
 #include "vec_inl.h"
 //
 #include "act_inl.h"
-
 #include "combine_inl.h"
 //
 #include "few_inl.h"

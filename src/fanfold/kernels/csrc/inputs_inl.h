@@ -14,8 +14,8 @@ struct Inputs {
   uint16_t* b;  // bfloat16
   int8_t* q;
   float* scale;
-  int32_t* start;  // - offset * sum of the codes: where an integer sum begins
-  float* sum;      // scale * sum of the codes: what a minimum is multiplied with
+  int32_t* start;        // - offset * sum of the codes: where an integer sum begins
+  float* sum;            // scale * sum of the codes: what a minimum is multiplied with
   const int32_t* lines;  // of a lone token: the lines of a column whose inputs are not all zero; nullptr: take them all
   ptrdiff_t n_lines;
 
@@ -88,9 +88,9 @@ INL vi rounded_product(vf a, float b) {
 #endif
 }
 
-// One group of a token, 4 codes each pitch * 4 bytes: codes = round(v / scale), scale = max |v| / 127. Returns whether all of v are finite.
-INL bool quantize_group(const float* v, ptrdiff_t n, int8_t* q, ptrdiff_t pitch, float* scale,
-                        int32_t* total) {
+// One group of a token, 4 codes each pitch * 4 bytes: codes = round(v / scale), scale = max |v| / 127. Returns whether
+// all of v are finite.
+INL bool quantize_group(const float* v, ptrdiff_t n, int8_t* q, ptrdiff_t pitch, float* scale, int32_t* total) {
   vf top = splat(0.0f);
   vi odd = splat_i(0);  // lanes that are infinite or NaN
   for (ptrdiff_t i = 0; i < n; i += W) {

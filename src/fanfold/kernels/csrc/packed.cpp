@@ -19,9 +19,9 @@ struct Layout {
 
 // Codes of 8 bits are stored as code + 128, which the CPUs' u8 x s8 products want.
 constexpr Layout kLayouts[kFormatCount] = {
-    {32, 0, false, 0}, {16, 0, false, 0}, {16, 0, false, 0},   {8, 0, false, 128},  {8, 32, false, 128},
-    {8, 64, false, 128}, {8, 128, false, 128}, {4, 32, true, 0}, {4, 64, true, 0},    {4, 128, true, 0},
-    {8, 32, false, 128}, {4, 32, false, 8},  {4, 32, true, 0}};
+    {32, 0, false, 0},   {16, 0, false, 0},    {16, 0, false, 0}, {8, 0, false, 128}, {8, 32, false, 128},
+    {8, 64, false, 128}, {8, 128, false, 128}, {4, 32, true, 0},  {4, 64, true, 0},   {4, 128, true, 0},
+    {8, 32, false, 128}, {4, 32, false, 8},    {4, 32, true, 0}};
 
 constexpr ptrdiff_t kRowGroup = 256;  // activations that share a scale where the weights have one a row
 
@@ -65,7 +65,8 @@ Packed packed_matrix(const void* data, int format, ptrdiff_t n, ptrdiff_t k, con
 void run(const PackedKernels& isa, const PackedCall& given) {
   if (given.tokens <= 0) return;
   PackedCall call = given;
-  const double inputs = static_cast<double>(call.gate.n * call.gate.k + call.up.n * call.up.k + call.down.n * call.down.k);
+  const double inputs =
+      static_cast<double>(call.gate.n * call.gate.k + call.up.n * call.up.k + call.down.n * call.down.k);
   call.threads = threads_worth(call.threads, inputs, call.tokens);
   {
     const Lease lease(isa.workspace(call));

@@ -35,14 +35,14 @@ struct Packed {
   const float* bias = nullptr;       // [n] or nullptr
   Format format = kFp32;
   ptrdiff_t n = 0, k = 0;
-  int bits = 32;                 // of a code
-  ptrdiff_t group = 0;           // inputs that share a scale; 0: none in the columns
-  bool minimum = false;          // a minimum beside the scale
-  int offset = 0;                // taken off a code as stored
-  ptrdiff_t block = 0;           // inputs of a whole block
-  ptrdiff_t block_bytes = 0;     // of a whole block, header included
-  ptrdiff_t column_bytes = 0;    // of 16 outputs
-  bool int8_activations = false; // inputs are quantized per token and `activation_group` inputs
+  int bits = 32;                  // of a code
+  ptrdiff_t group = 0;            // inputs that share a scale; 0: none in the columns
+  bool minimum = false;           // a minimum beside the scale
+  int offset = 0;                 // taken off a code as stored
+  ptrdiff_t block = 0;            // inputs of a whole block
+  ptrdiff_t block_bytes = 0;      // of a whole block, header included
+  ptrdiff_t column_bytes = 0;     // of 16 outputs
+  bool int8_activations = false;  // inputs are quantized per token and `activation_group` inputs
   ptrdiff_t activation_group = 0;
 
   bool is_integer() const { return format >= kInt8; }
@@ -76,7 +76,7 @@ struct PackedCall {
 enum Arithmetic { kFloatArithmetic, kBf16Arithmetic, kInt8Arithmetic };
 
 struct PackedKernels {
-  size_t (*workspace)(const PackedCall&);  // bytes
+  size_t (*workspace)(const PackedCall&);              // bytes
   bool (*run)(const PackedCall&, uint8_t* workspace);  // false: an activation was not finite and could not be quantized
   double (*burn)(Arithmetic, ptrdiff_t rounds);        // see peak_inl.h
   Arithmetic (*products)(const Packed&, bool narrow_x, ptrdiff_t tokens);  // how a matrix meets x (bfloat16 if narrow)

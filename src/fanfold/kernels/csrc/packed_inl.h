@@ -1,16 +1,16 @@
 // FFNs on packed matrices, for one instruction set: included by packed_isa.h inside its namespace. What the tokens
 // bring is prepared once (Inputs); the coefficients of a few hundred channels never leave the caches.
 
-constexpr int V = (int)kLanes / W;                         // vectors of a column
-constexpr int kPairTokens = W == 16 ? 14 : 0;              // most tokens of a float tile of two columns; 0: no such tiles
+constexpr int V = (int)kLanes / W;             // vectors of a column
+constexpr int kPairTokens = W == 16 ? 14 : 0;  // most tokens of a float tile of two columns; 0: no such tiles
 constexpr int kOneTokens = W == 16 ? 14 : W == 8 ? 6 : 3;  // … of one column
 constexpr int kIntPairTokens = W == 16 ? 12 : 0;
 constexpr int kIntOneTokens = W == 16 ? 12 : W == 8 ? 4 : 2;
-constexpr ptrdiff_t kBlockTokens = 128;  // of one pass over the weights
-constexpr ptrdiff_t kTileTokens = 32;    // two tiles of the matrix unit
+constexpr ptrdiff_t kBlockTokens = 128;    // of one pass over the weights
+constexpr ptrdiff_t kTileTokens = 32;      // two tiles of the matrix unit
 constexpr ptrdiff_t kTilesFrom = 5;        // tokens from which it is the faster way (measured)
 constexpr ptrdiff_t kTilesFromCodes = 48;  // … where codes must be made bfloat16 first
-constexpr ptrdiff_t kAheadBytes = 2048;  // how far memory is asked for in advance when nothing else is to do
+constexpr ptrdiff_t kAheadBytes = 2048;    // how far memory is asked for in advance when nothing else is to do
 
 #include "dot_inl.h"
 //
@@ -25,12 +25,12 @@ constexpr ptrdiff_t kAheadBytes = 2048;  // how far memory is asked for in advan
 #include "product_inl.h"
 
 struct Plan {
-  ptrdiff_t block;         // tokens of a pass
-  ptrdiff_t chunk;         // channels of a task
-  ptrdiff_t down_columns;  // of a task
-  bool pair;               // tiles of two columns
-  Inputs x, m;             // x: what gate and up (or a lone down) multiply; m: the coefficients
-  ptrdiff_t ldc;           // of a task's outputs
+  ptrdiff_t block;                       // tokens of a pass
+  ptrdiff_t chunk;                       // channels of a task
+  ptrdiff_t down_columns;                // of a task
+  bool pair;                             // tiles of two columns
+  Inputs x, m;                           // x: what gate and up (or a lone down) multiply; m: the coefficients
+  ptrdiff_t ldc;                         // of a task's outputs
   size_t shared, c_floats, lists, each;  // lists: where a thread's list of lines lies in its part
 };
 

@@ -31,6 +31,7 @@ namespace {
 }  // namespace FANFOLD_NS
 
 extern const PackedKernels FANFOLD_TABLE;
-const PackedKernels FANFOLD_TABLE = {FANFOLD_NS::packed_workspace, FANFOLD_NS::packed_run, FANFOLD_NS::burn, FANFOLD_NS::products};
+const PackedKernels FANFOLD_TABLE = {FANFOLD_NS::packed_workspace, FANFOLD_NS::packed_run, FANFOLD_NS::burn,
+                                     FANFOLD_NS::products};
 
 }  // namespace fanfold

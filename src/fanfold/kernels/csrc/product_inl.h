@@ -2,7 +2,7 @@
 
 constexpr ptrdiff_t kSpan = 512;  // most inputs of a step over all tokens: its weights stay in L1, the tokens' in L2
 constexpr ptrdiff_t kChain = W == 16 ? 128 : 64;  // inputs of one float32 sum
-constexpr ptrdiff_t kMostColumns = 32;  // of one call, gate's and up's together
+constexpr ptrdiff_t kMostColumns = 32;            // of one call, gate's and up's together
 
 // Room for two columns' span in float32, or unpacked with its headers.
 constexpr size_t kScratchBytes = 2 * (kSpan + 256) * kLanes * sizeof(float);
@@ -74,8 +74,8 @@ static void span_product(const Packed& m, const uint8_t* column, const uint8_t* 
   const ptrdiff_t groups = in.groups(), bytes = bytes_before(m, k0 + n) - bytes_before(m, k0);
   const bool ints = in.mode == kInt8Mode, nibbles = m.bits == 4;
   // what tokens share is unpacked for all of them once they are many
-  const bool direct = ints ? !nibbles || groups <= 2
-                           : in.mode == kDotMode || m.format == kFp32 || (groups <= 2 && !m.is_integer());
+  const bool direct =
+      ints ? !nibbles || groups <= 2 : in.mode == kDotMode || m.format == kFp32 || (groups <= 2 && !m.is_integer());
   const uint8_t* at[2];
   for (int r = 0; r < R; ++r) {
     at[r] = column + r * m.column_bytes + bytes_before(m, k0);

@@ -14,11 +14,11 @@ enum Source { kFloats, kPairs, kHalves, kDots };
 
 // c[t * ldc + r * 16 + lane] += products of `inputs` inputs (whole steps) of R columns and T tokens.
 template <int R, int T, Source S>
-__attribute__((noinline)) static void float_tile(const uint8_t* const* columns, ptrdiff_t inputs, const float* x, float* c,
-                       ptrdiff_t ldc, Hint hint) {
+__attribute__((noinline)) static void float_tile(const uint8_t* const* columns, ptrdiff_t inputs, const float* x,
+                                                 float* c, ptrdiff_t ldc, Hint hint) {
   constexpr int kStep = S == kPairs || S == kDots ? 2 : 1;  // inputs of a line
-  constexpr int kLine = S == kHalves ? 32 : 64;            // bytes of it
-  constexpr int U = R * T * V >= 8 ? 1 : 8 / (R * T * V);  // chains, so that additions need not wait for each other
+  constexpr int kLine = S == kHalves ? 32 : 64;             // bytes of it
+  constexpr int U = R * T * V >= 8 ? 1 : 8 / (R * T * V);   // chains, so that additions need not wait for each other
   vf acc[U][R][T][V];
 #pragma GCC unroll 8
   for (int u = 0; u < U; ++u) {
@@ -107,8 +107,8 @@ __attribute__((noinline)) static void float_tile(const uint8_t* const* columns, 
 }
 
 template <int R, Source S, int Most>
-static void float_tiles(ptrdiff_t tokens, const uint8_t* const* columns, ptrdiff_t inputs, const float* x,
-                        float* c, ptrdiff_t ldc, const Hint& hint) {
+static void float_tiles(ptrdiff_t tokens, const uint8_t* const* columns, ptrdiff_t inputs, const float* x, float* c,
+                        ptrdiff_t ldc, const Hint& hint) {
   if constexpr (Most > 1) {
     if (tokens < Most) return float_tiles<R, S, Most - 1>(tokens, columns, inputs, x, c, ldc, hint);
   }
@@ -121,7 +121,8 @@ INL int line_inputs(const Packed& m) { return m.format == kBf16 ? 2 : 1; }
 // c[r * 16 + lane] += the products of one token with the listed lines of R columns: a zero coefficient spares its
 // channel's memory.
 template <int R, Source S>
-static void sparse_tile(const uint8_t* const (&columns)[2], const int32_t* lines, ptrdiff_t n, const float* x, float* c) {
+static void sparse_tile(const uint8_t* const (&columns)[2], const int32_t* lines, ptrdiff_t n, const float* x,
+                        float* c) {
   constexpr int kLine = S == kHalves ? 32 : 64;
   constexpr ptrdiff_t kFar = 16;  // lines asked for in advance
   vf acc[2][R][V] = {};
@@ -348,4 +349,3 @@ static void int_tiles(ptrdiff_t tokens, const IntTile& tile, Scaling s) {
   if (s == kByGroup) return int_tiles<R, Nibbles, kByGroup, Most>(tokens, tile);
   if constexpr (!Nibbles) int_tiles<R, Nibbles, kByRow, Most>(tokens, tile);
 }
-
