@@ -217,7 +217,7 @@ def test_infinities_and_nan_come_through(isa, format, mode):
         assert np.array_equal(np.isneginf(y), np.isneginf(truth))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)  # the rule compares two random errors
 @given(
     n=st.integers(8, 70), k=st.integers(1, 300), t=st.integers(0, 70), mode=st.sampled_from(MODES),
     isa=st.sampled_from(ISAS), power=st.integers(-100, 100), seed=st.integers(0, 2**16),
