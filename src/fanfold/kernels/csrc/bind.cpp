@@ -64,12 +64,13 @@ std::vector<std::string> activation_names() {
 }
 
 // One product or FFN with its weights bound: what is left to say per call is where x and y are, and how many tokens.
-struct Bound {
-  const fanfold::Kernels* kernels;
-  Call call;
+template <class Kernels, class AnyCall>
+struct BoundCall {
+  const Kernels* kernels;
+  AnyCall call;
 
   void run(int threads, uintptr_t x, ptrdiff_t x_stride, uintptr_t y, ptrdiff_t y_stride, ptrdiff_t tokens) const {
-    Call c = call;
+    AnyCall c = call;
     c.threads = threads < 1 ? 1 : threads;
     c.x = pointer(x);
     c.x_stride = x_stride;
@@ -80,6 +81,9 @@ struct Bound {
     fanfold::run(*kernels, c);
   }
 };
+
+using Bound = BoundCall<fanfold::Kernels, Call>;
+using BoundPacked = BoundCall<fanfold::PackedKernels, fanfold::PackedCall>;
 
 Bound bind_ffn(int isa, int x_dtype, int y_dtype, ptrdiff_t d_model, ptrdiff_t d_ff, uintptr_t gate,
                ptrdiff_t gate_stride, uintptr_t gate_bias, uintptr_t up, ptrdiff_t up_stride, uintptr_t up_bias,
@@ -115,24 +119,6 @@ Bound bind_linear(int isa, int x_dtype, int y_dtype, ptrdiff_t n_in, ptrdiff_t n
   c.w_dtype = dtype(w_dtype);
   return bound;
 }
-
-// As Bound, on packed matrices.
-struct BoundPacked {
-  const fanfold::PackedKernels* kernels;
-  fanfold::PackedCall call;
-
-  void run(int threads, uintptr_t x, ptrdiff_t x_stride, uintptr_t y, ptrdiff_t y_stride, ptrdiff_t tokens) const {
-    fanfold::PackedCall c = call;
-    c.threads = threads < 1 ? 1 : threads;
-    c.x = pointer(x);
-    c.x_stride = x_stride;
-    c.y = pointer<void>(y);
-    c.y_stride = y_stride;
-    c.tokens = tokens;
-    const nb::gil_scoped_release release;
-    fanfold::run(*kernels, c);
-  }
-};
 
 // (data, format, n, k, bias, whether inputs are quantized); data 0: absent
 using Part = std::tuple<uintptr_t, int, ptrdiff_t, ptrdiff_t, uintptr_t, bool>;
