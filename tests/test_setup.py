@@ -23,7 +23,7 @@ FLOORS = {
     2: ("count",),
     3: ("reference", "formats", "numerics", "kernels"),
     4: ("nn", "checkpoints", "models", "quantize", "parallel"),
-    5: ("memory", "sparsity", "superposition", "study"),
+    5: ("memory", "report", "sparsity", "superposition", "study"),
     6: ("show",),
     7: ("pytest_plugin", "__main__"),
 }

@@ -21,6 +21,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "ffn": ("fanfold.kernels.op", "ffn"),
     "find": ("fanfold.models.find", "find"),
     "load": ("fanfold.checkpoints", "load"),
+    "memory": ("fanfold.memory", None),
     "nn": ("fanfold.nn", None),
     "numerics": ("fanfold.numerics", None),
     "quantize": ("fanfold.quantize", None),  # the package, which can be called
@@ -39,6 +40,7 @@ __all__ = [
     "find",
     "layout",
     "load",
+    "memory",
     "nn",
     "numerics",
     "quantize",
@@ -49,7 +51,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import nn, numerics
+    from . import memory, nn, numerics
     from .checkpoints import load
     from .count.cost import cost
     from .count.sizing import size

@@ -1,0 +1,13 @@
+"""The key-value memory view of a model's FFNs: read it, index what triggers it, edit it.
+
+y = Σ coefficient_i · value_i + bias: a channel detects a pattern with its key and writes its value into the residual.
+Source: Geva et al. 2021, arXiv:2012.14913.
+"""
+
+from __future__ import annotations
+
+# Functions that share their module's name: imported here at once, so that the names stand for the functions.
+from .anatomy import Anatomy, Layer, anatomy
+from .capture import Captured, Coefficients, capture, coefficients
+
+__all__ = ["Anatomy", "Captured", "Coefficients", "Layer", "anatomy", "capture", "coefficients"]
