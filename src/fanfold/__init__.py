@@ -24,6 +24,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "memory": ("fanfold.memory", None),
     "nn": ("fanfold.nn", None),
     "numerics": ("fanfold.numerics", None),
+    "parallel": ("fanfold.parallel", None),
     "quantize": ("fanfold.quantize", None),  # the package, which can be called
     "size": ("fanfold.count.sizing", "size"),
     "swap": ("fanfold.models.swap", "swap"),
@@ -43,6 +44,7 @@ __all__ = [
     "memory",
     "nn",
     "numerics",
+    "parallel",
     "quantize",
     "reference",
     "size",

@@ -1,0 +1,41 @@
+"""One FFN over many devices: which rank owns which channels, and the cutting of weights.
+
+gate and up are cut by output channel, down by input channel: rank r owns channels start … stop, computes its partial
+sum, and one all-reduce adds the sums.
+
+    p = ff.parallel.plan(spec, tp=8, format="int4")     # pure: ranges, shapes, bytes; no torch
+    part = ff.parallel.shard(weights, p, rank)          # Weights of one rank; `unshard` puts them together
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# name -> module inside this package; imported when first used, so that `plan` needs no torch
+_LAZY = {
+    "Plan": "plans",
+    "plan": "plans",
+    "pad": "slices",
+    "shard": "slices",
+    "unshard": "slices",
+}
+__all__ = [
+    "Plan",
+    "pad",
+    "plan",
+    "shard",
+    "unshard",
+]
+
+if TYPE_CHECKING:
+    from .plans import Plan, plan
+    from .slices import pad, shard, unshard
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fanfold.parallel' has no attribute {name!r}; names: {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    globals()[name] = value
+    return value
