@@ -101,7 +101,7 @@ def generate(model: Model, ids: torch.Tensor, new: int, options: dict[str, Any])
 # ---- the variants ----
 
 
-def variants(formats: Sequence[str], compiled: bool) -> tuple[list[Variant], list[str]]:
+def variants(formats: Sequence[str], compiled: bool, unverified: bool) -> tuple[list[Variant], list[str]]:
     """(what is measured, what is left out and why)."""
     made = [Variant("torch fp32", copy.deepcopy, 32), Variant(BASELINE, _bf16, 16)]
     left_out = []
@@ -111,7 +111,7 @@ def variants(formats: Sequence[str], compiled: bool) -> tuple[list[Variant], lis
                  Variant("torchao int8, weights", _torchao("Int8WeightOnlyConfig"), 8)]  # fmt: skip
     else:
         left_out.append(f"torchao int8: {missing}")
-    made += [Variant(f"fanfold {f}", _swapped(f), stored.get(f).bits_per_weight) for f in formats]
+    made += [Variant(f"fanfold {f}", _swapped(f, unverified), stored.get(f).bits_per_weight) for f in formats]
     if compiled:
         made = [v for one in made for v in (one, _compiled(one))]
     else:
@@ -142,15 +142,17 @@ def _torchao(config: str) -> Maker:
     return make
 
 
-def _swapped(format: str) -> Maker:
+def _swapped(format: str, unverified: bool) -> Maker:
+    how = {"verify": False, "activations": "int8"} if unverified else {}
+
     def make(model: Model) -> Model:
         made = copy.deepcopy(model)
-        report = ff.swap(made, format=format, linears="all")  # type: ignore[call-arg]
+        report = ff.swap(made, format=format, linears="all", **how)  # type: ignore[call-arg]
         swapped = sum(row.status == "swapped" for row in report.rows)
         if not swapped:
             reasons = dict.fromkeys(str(row.reason) for row in report.rows)
             raise ValueError(f"nothing was swapped: {'; '.join(reasons)}")
-        made.swap_note = f"{swapped} of {len(report.rows)} modules swapped"
+        made.swap_note = f"{swapped} of {len(report.rows)} modules swapped{', not verified' if unverified else ''}"
         return made
 
     return make
@@ -266,7 +268,7 @@ def rows(group: Sequence[Variant], prompt: int, new: int) -> list[dict[str, Any]
 def bench(name: str, original: Model, ids: torch.Tensor, args: argparse.Namespace) -> dict[str, Any]:
     """Everything measured on one model."""
     parameters = sum(p.numel() for p in original.parameters())
-    made, left_out = variants(args.formats, args.compile)
+    made, left_out = variants(args.formats, args.compile, args.unverified)
     paths = [p for f in ff.find(original) if f.spec is not None for p in f.timed_modules]
     budget = SPARE * (machine.available_memory() or 64e9) + 4 * parameters  # the original is in memory already
     found = []
@@ -342,6 +344,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--new", type=int, default=33, help="tokens generated; the first belongs to prefill")
     p.add_argument("--repeats", type=int, default=5, help="timed passes of each, by turns")
     p.add_argument("--compile", action="store_true", help="also with torch.compile and a static cache")
+    p.add_argument(
+        "--unverified", action="store_true", help="swap without the float64 checks, long for a billion weights"
+    )
     p.add_argument("--json", type=Path, help="write everything there")
     args = p.parse_args(argv)
     args.models, args.formats = (text.split(",") for text in (args.models, args.formats))
