@@ -1,10 +1,11 @@
-"""One FFN over many devices: which rank owns which channels, and the cutting of weights.
+"""One FFN over many devices: which rank owns which channels, the cutting of weights, and modules that run cut.
 
 gate and up are cut by output channel, down by input channel: rank r owns channels start … stop, computes its partial
-sum, and one all-reduce adds the sums.
+sum, and one all-reduce adds the sums. Processes, groups and tensors are PyTorch's own: torch.distributed, DTensor.
 
     p = ff.parallel.plan(spec, tp=8, format="int4")     # pure: ranges, shapes, bytes; no torch
     part = ff.parallel.shard(weights, p, rank)          # Weights of one rank; `unshard` puts them together
+    ff.parallel.apply(model, mesh)                      # every FFN of a model runs cut over the mesh
 """
 
 from __future__ import annotations
@@ -19,18 +20,32 @@ _LAZY = {
     "pad": "slices",
     "shard": "slices",
     "unshard": "slices",
+    "FFNParallel": "attach",
+    "apply": "attach",
+    "report": "attach",
+    "ParallelError": "together",
+    "agree": "together",
+    "together": "together",
 }
 __all__ = [
+    "FFNParallel",
+    "ParallelError",
     "Plan",
+    "agree",
+    "apply",
     "pad",
     "plan",
+    "report",
     "shard",
+    "together",
     "unshard",
 ]
 
 if TYPE_CHECKING:
+    from .attach import FFNParallel, apply, report
     from .plans import Plan, plan
     from .slices import pad, shard, unshard
+    from .together import ParallelError, agree, together
 
 
 def __getattr__(name: str) -> Any:
