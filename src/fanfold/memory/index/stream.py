@@ -1,0 +1,144 @@
+"""From texts to sequences of token ids with their origin, in batches of one length, always in the same order."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .sources import Sources
+
+NONE = -1  # "no token follows"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """Consecutive tokens of one text: what the model reads at once, less the special tokens around it.
+
+    id      0, 1, … in order of appearance;  source  name of the text;  offset  tokens of it that came before.
+    ids     [tokens] int32;  following  the token after the last one, or -1 at the end of the text.
+    """
+
+    id: int
+    source: str
+    offset: int
+    ids: np.ndarray[Any, np.dtype[np.int32]]
+    following: int
+
+
+class Stream:
+    """The sequences of all texts.
+
+    sources    see `Sources`;  tokenizer  of the model.
+    length     tokens that the model reads at once, special tokens included; the last sequence of a text is shorter.
+    size       sequences in a batch. All of a batch have one length, so that nothing is padded.
+    """
+
+    def __init__(self, sources: Sources, tokenizer: Any, length: int, size: int) -> None:
+        self.sources, self.tokenizer, self.size = sources, tokenizer, size
+        self.prefix, self.suffix = special_tokens(tokenizer)
+        self.content = length - len(self.prefix) - len(self.suffix)
+        if self.content < 1:
+            raise ValueError(f"sequence={length} leaves no room beside {len(self.prefix + self.suffix)} special tokens")
+        self.sequences = 0
+
+    def batches(self) -> Iterator[list[Sequence]]:
+        """Batches in a fixed order: each as soon as it is full, at the end the ones that are not, longest first."""
+        waiting: dict[int, list[Sequence]] = {}
+        for sequence in self._cut():
+            batch = waiting.setdefault(len(sequence.ids), [])
+            batch.append(sequence)
+            if len(batch) == self.size:
+                yield waiting.pop(len(sequence.ids))
+        for n in sorted(waiting, reverse=True):
+            yield waiting[n]
+
+    def inputs(self, batch: list[Sequence]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """[B, T] token ids for the model, special tokens at both ends."""
+        rows = [[*self.prefix, *sequence.ids.tolist(), *self.suffix] for sequence in batch]
+        return np.array(rows, np.int64)
+
+    def _cut(self) -> Iterator[Sequence]:
+        for name, blocks in self.sources:
+            waiting: list[int] = []
+            offset, reason = 0, "the tokenizer finds no token in it"
+            for block in blocks:
+                waiting += encode(self.tokenizer, block)
+                if offset == 0 and self._unknown(waiting):
+                    waiting, reason = [], "the tokenizer knows nothing of it"
+                    break
+                while len(waiting) > self.content:
+                    yield self._sequence(name, offset, waiting[: self.content], waiting[self.content])
+                    waiting = waiting[self.content :]
+                    offset += self.content
+            if waiting:
+                yield self._sequence(name, offset, waiting, NONE)
+            elif not offset:
+                self.sources.skip(name, reason)
+
+    def _unknown(self, ids: list[int]) -> bool:
+        unknown = getattr(self.tokenizer, "unk_token_id", None)
+        return bool(ids) and unknown is not None and set(ids) == {unknown}
+
+    def _sequence(self, source: str, offset: int, ids: list[int], following: int) -> Sequence:
+        out = Sequence(self.sequences, source, offset, np.array(ids, np.int32), following)
+        self.sequences += 1
+        return out
+
+
+def chain(before: str, batch: list[Sequence]) -> str:
+    """A hash of every token of every batch so far, from the one before this batch: says whether a text is the same."""
+    digest = hashlib.sha256(before.encode())
+    for sequence in batch:
+        digest.update(f"\n{sequence.id} {sequence.offset} {sequence.following} {sequence.source}\n".encode())
+        digest.update(sequence.ids.tobytes())
+    return digest.hexdigest()
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text, without special tokens and without the warning that it is long."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer itself puts before and after a text."""
+    bare, full = encode(tokenizer, "a"), list(tokenizer("a")["input_ids"])
+    for at in range(len(full) - len(bare) + 1):
+        if bare and full[at : at + len(bare)] == bare:
+            return full[:at], full[at + len(bare) :]
+    return [], []
+
+
+class Pieces:
+    """The text of each token as it stands in a text, with its leading space."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._anchor = encode(tokenizer, "a")[-1:]
+        self._start = len(self._decode([]))
+        self._known: dict[int, str] = {}
+
+    def __call__(self, ids: list[int]) -> list[str]:
+        """One string per token. A character that is spread over several tokens stands at the last of them."""
+        out = [self.one(i) for i in ids]
+        at = 0
+        while at < len(out):
+            end = at
+            while end < len(out) and "\ufffd" in out[end]:
+                end += 1
+            if end > at:
+                out[at:end] = [""] * (end - at - 1) + [self._decode(ids[at:end])[self._start :]]
+            at = end + 1
+        return out
+
+    def one(self, token: int) -> str:
+        """The text of one token; � for a part of a character."""
+        if token not in self._known:
+            self._known[token] = self._decode([token])[self._start :]
+        return self._known[token]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode([*self._anchor, *ids], clean_up_tokenization_spaces=False)
