@@ -27,6 +27,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "parallel": ("fanfold.parallel", None),
     "quantize": ("fanfold.quantize", None),  # the package, which can be called
     "size": ("fanfold.count.sizing", "size"),
+    "superposition": ("fanfold.superposition", None),
     "swap": ("fanfold.models.swap", "swap"),
     "unswap": ("fanfold.models.swap", "unswap"),
 }
@@ -48,12 +49,13 @@ __all__ = [
     "quantize",
     "reference",
     "size",
+    "superposition",
     "swap",
     "unswap",
 ]
 
 if TYPE_CHECKING:
-    from . import memory, nn, numerics
+    from . import memory, nn, numerics, superposition
     from .checkpoints import load
     from .count.cost import cost
     from .count.sizing import size
