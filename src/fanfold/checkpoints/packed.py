@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .. import formats
 from ..kernels.packed import PackedMatrix
 from ..layout import Layout
@@ -13,20 +15,30 @@ _FORMATS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 
 def whole(ref: TensorRef, layout: Layout) -> PackedMatrix:
     """The matrix [n_out, n_in]. Raises CheckpointError if the kernels have no format that holds it exactly."""
-    if ref.format in BLOCKS:
-        return PackedMatrix.pack(ref.quantized())
-    array = ref.read()
-    return PackedMatrix.pack(array.t() if layout.transposed else array, _format(ref))
+    return pack_whole(ref, ref.quantized() if ref.format in BLOCKS else ref.read(), layout)
 
 
 def halves(ref: TensorRef, layout: Layout) -> tuple[PackedMatrix, PackedMatrix]:
     """(gate, up) of a matrix that holds both."""
+    return pack_halves(ref, ref.quantized() if ref.format in BLOCKS else ref.read(), layout)
+
+
+def pack_whole(ref: TensorRef, array: Any, layout: Layout) -> PackedMatrix:
+    """`whole` of what was read of `ref`: a tensor, or the codes of BLOCKS."""
+    if ref.format in BLOCKS:
+        return PackedMatrix.pack(array)
+    return PackedMatrix.pack(array.t() if layout.transposed else array, _format(ref))
+
+
+def pack_halves(ref: TensorRef, array: Any, layout: Layout) -> tuple[PackedMatrix, PackedMatrix]:
+    """`halves` of what was read of `ref`."""
     if ref.format not in BLOCKS:
-        gate, up = layout.split(ref.read())
+        gate, up = layout.split(array)
         return PackedMatrix.pack(gate, _format(ref)), PackedMatrix.pack(up, _format(ref))
-    q = ref.quantized()
-    pairs = [(None, None) if table is None else layout.split(table) for table in (q.codes, q.scale, q.minimum)]
-    gate, up = (formats.Quantized(format=q.format, codes=c, scale=s, minimum=m) for c, s, m in zip(*pairs))
+    pairs = [
+        (None, None) if table is None else layout.split(table) for table in (array.codes, array.scale, array.minimum)
+    ]
+    gate, up = (formats.Quantized(format=array.format, codes=c, scale=s, minimum=m) for c, s, m in zip(*pairs))
     return PackedMatrix.pack(gate), PackedMatrix.pack(up)
 
 

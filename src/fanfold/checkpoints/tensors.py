@@ -39,6 +39,7 @@ class MappedFile:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise CheckpointError(f"{path}: expected a regular file")
             with open(path, "rb") as file:
+                self.identity = identity(os.fstat(file.fileno()))
                 if os.fstat(file.fileno()).st_size == 0:
                     raise CheckpointError(f"{path}: the file is empty (0 bytes)")
                 self.data = _map(file.fileno())
@@ -53,6 +54,11 @@ class MappedFile:
             raise CheckpointError(
                 f"{self.path}: had {self.size} bytes when it was opened, now has {now}: load it again"
             )
+
+
+def identity(stat: os.stat_result) -> tuple[int, ...]:
+    """What tells whether a path still means the same, unchanged file."""
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _map(descriptor: int) -> mmap.mmap:

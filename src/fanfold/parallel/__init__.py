@@ -26,6 +26,7 @@ _LAZY = {
     "ParallelError": "together",
     "agree": "together",
     "together": "together",
+    "save": "folder",
 }
 __all__ = [
     "FFNParallel",
@@ -36,6 +37,7 @@ __all__ = [
     "pad",
     "plan",
     "report",
+    "save",
     "shard",
     "together",
     "unshard",
@@ -43,6 +45,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .attach import FFNParallel, apply, report
+    from .folder import save
     from .plans import Plan, plan
     from .slices import pad, shard, unshard
     from .together import ParallelError, agree, together

@@ -37,14 +37,20 @@ def shard(weights: Weights, plan: Plan, rank: int) -> Weights:
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < plan.tp:
         raise ValueError(f"rank={rank!r}: expected 0 to {plan.tp - 1}, the plan has tp={plan.tp}")
     own = plan.ranks[rank]
+    return channels(weights, own.start, own.stop, own.spec.down_bias)
+
+
+def channels(weights: Weights, start: int, stop: int, bias: bool) -> Weights:
+    """Channels start … stop of an FFN, as a copy; with down's bias or without. Raises ValueError if a group is cut."""
     arrays: dict[str, Any] = {}
     for name, value in weights.items():
         if name == "down_bias":
-            if own.spec.down_bias:
+            if bias:
                 arrays[name] = _copy(value)
         else:
-            arrays[name] = cut(value, 0 if name in _BY_CHANNEL else 1, own.start, own.stop)
-    return Weights(own.spec, **arrays)
+            arrays[name] = cut(value, 0 if name in _BY_CHANNEL else 1, start, stop)
+    spec = dataclasses.replace(weights.spec, d_ff=stop - start, down_bias=bias and weights.spec.down_bias)
+    return Weights(spec, **arrays)
 
 
 def unshard(parts: Sequence[Weights]) -> Weights:
