@@ -24,6 +24,7 @@ import torch
 import torch._dynamo  # once, before the ranks are forked
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -554,6 +555,43 @@ def styles_and_checkpoints(mesh, rank, folder):
         dcp.load(alone, checkpoint_id=place, no_dist=True)
         assert all(torch.equal(alone[name], wanted[name]) for name in wanted)
         assert torch.equal(alone["model.layers.0.mlp.up_proj.weight"], llama(f=97).layers[0]["mlp"].up_proj.weight)
+
+
+@check(2, 3, 4)
+def parts_read_from_a_file(mesh, rank, folder):
+    """Each rank loads its own part; no rank has the whole."""
+    n = mesh.size()
+    place = Path(folder) / f"parts{n}"
+    spec = ff.Spec.parse("swiglu", d_model=32, d_ff=97, **BIASED)
+    weights = numerics.random_weights(spec, make=lambda a: torch.tensor(a).float())
+    if rank == 0:
+        place.mkdir()
+        tensors = {
+            f"model.layers.0.mlp.{name.partition('_')[0]}_proj.{name.partition('_')[2] or 'weight'}": v
+            for name, v in weights.items()
+        }
+        save_file(tensors, place / "model.safetensors")
+        said = {"model_type": "llama", "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 97}
+        (place / "config.json").write_text(json.dumps({**said, "mlp_bias": True, "num_hidden_layers": 1}))
+    dist.barrier(group=mesh.get_group())
+    one = ff.nn.FeedForward.from_weights(weights)
+    x, g = tokens((2, 5, 32)).requires_grad_(), tokens((2, 5, 32), seed=2)
+    for as_packed in (False, True):
+        loaded = ff.load(place, packed=as_packed, rank=rank, tp=n)
+        module = parallel.from_part(loaded.ffns[0], loaded.plans[0], mesh)
+        if as_packed:
+            with torch.no_grad():
+                within_rule(module(x), ff.reference.forward(x, weights), one(x), "packed")
+            continue
+        y = module(x)
+        y.backward(g)
+        judged(module, one, x, y, g)
+        assert torch.equal(whole(module.up_proj.weight), weights.up)
+    other = ff.load(place, rank=rank, tp=n + 1)
+    with pytest.raises(
+        parallel.ParallelError, match=rf"rank 0 of {n}: the plan is for {n + 1} ranks, the mesh has {n}"
+    ):
+        parallel.from_part(other.ffns[0], other.plans[0], mesh)
 
 
 # ---- faults ----

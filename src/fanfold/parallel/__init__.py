@@ -6,6 +6,7 @@ sum, and one all-reduce adds the sums. Processes, groups and tensors are PyTorch
     p = ff.parallel.plan(spec, tp=8, format="int4")     # pure: ranges, shapes, bytes; no torch
     part = ff.parallel.shard(weights, p, rank)          # Weights of one rank; `unshard` puts them together
     ff.parallel.apply(model, mesh)                      # every FFN of a model runs cut over the mesh
+    ff.parallel.from_part(part, p, mesh)                # the FFN over all ranks, from the part that each has read
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _LAZY = {
     "unshard": "slices",
     "FFNParallel": "attach",
     "apply": "attach",
+    "from_part": "parts",
     "report": "attach",
     "ParallelError": "together",
     "agree": "together",
@@ -34,6 +36,7 @@ __all__ = [
     "Plan",
     "agree",
     "apply",
+    "from_part",
     "pad",
     "plan",
     "report",
@@ -46,6 +49,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .attach import FFNParallel, apply, report
     from .folder import save
+    from .parts import from_part
     from .plans import Plan, plan
     from .slices import pad, shard, unshard
     from .together import ParallelError, agree, together

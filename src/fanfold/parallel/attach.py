@@ -93,12 +93,12 @@ def apply(
     Raises the same ParallelError on every rank if the ranks hold different specs, weights or versions or one of them
     fails; ValueError for a mesh of several dimensions or too many ranks for the channels.
     """
-    group = _checked(mesh)
+    group = one_dimensional(mesh)
     what = "parallel.apply"
     dispatch.resolve(backend)
     rank, tp = mesh.get_local_rank(), mesh.size()
     items, rows = jointly(what, group, lambda: _prepare(module, tp, found, inputs))
-    agree(what, group, {"version": _version(), **_facts(items, sequence_parallel), "weights": _sums(module, items)})
+    agree(what, group, {"version": version(), **_facts(items, sequence_parallel), "weights": _sums(module, items)})
     tied: dict[int, nn.Parameter] = {}
     for item in items:
         lane = Lane(mesh, sequence_parallel, item.path or "(root)")
@@ -132,7 +132,7 @@ class FFNParallel(ParallelStyle):
         return apply(module, device_mesh, sequence_parallel=self.sequence_parallel, backend=self.backend)
 
 
-def _checked(mesh: Any) -> Any:
+def one_dimensional(mesh: Any) -> Any:
     """The mesh's group. Raises ValueError if it is not one-dimensional."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh is a {type(mesh).__name__}, expected a DeviceMesh: init_device_mesh('cpu', (tp,))")
@@ -144,7 +144,7 @@ def _checked(mesh: Any) -> Any:
     return mesh.get_group()
 
 
-def _version() -> list[Any]:
+def version() -> list[Any]:
     return [_VERSION, torch.__version__]
 
 

@@ -49,19 +49,22 @@ def _place(plan: Plan) -> int:
 
 def keep(parameter: nn.Parameter, form: Form, plan: Plan, rank: int, mesh: DeviceMesh) -> nn.Parameter:
     """The parameter as this rank keeps it: a copy of its part."""
-    whole = parameter.detach().reshape(form.shape)
-    placement: Placement = Replicate()
-    part = whole
+    part = parameter.detach().reshape(form.shape)
     if form.dim is not None:
         own = plan.ranks[rank]
-        part = whole.narrow(form.dim, own.start, own.channels)
-        placement = Shard(form.dim)
+        part = part.narrow(form.dim, own.start, own.channels)
     part = part.clone(memory_format=torch.contiguous_format)
+    return kept(part, form, plan, mesh, parameter.requires_grad)
+
+
+def kept(part: Tensor, form: Form, plan: Plan, mesh: DeviceMesh, requires_grad: bool) -> nn.Parameter:
+    """This rank's part of a parameter, as the DTensor that it is a part of where there is one."""
     if form.dim is not None and not plan.chunked:
-        return nn.Parameter(part, parameter.requires_grad)
+        return nn.Parameter(part, requires_grad)
+    placement: Placement = Replicate() if form.dim is None else Shard(form.dim)
     shape, stride = torch.Size(form.shape), torch.empty(form.shape, device="meta").stride()
-    kept = DTensor.from_local(part, mesh, [placement], run_check=False, shape=shape, stride=stride)
-    return nn.Parameter(kept, parameter.requires_grad)
+    whole = DTensor.from_local(part, mesh, [placement], run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(whole, requires_grad)
 
 
 def local(parameter: Tensor | None) -> Tensor | None:
