@@ -97,7 +97,7 @@ def test_llama():
     assert found["floor_s"] == moved / 4.8e12
     assert found["compute_s"] == 270_532_608 / 989e12
     assert found["tokens_per_s"] == 1 / found["floor_s"]
-    assert found.saved_bytes == {s: ffn.saved_bytes(LLAMA, 1, s) for s in ffn.SAVES}
+    assert found.saved_bytes == {s: ffn.saved_bytes(LLAMA, 1, s) for s in ffn.KEEPERS}
     assert "135,266,304" in str(found)
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from . import formats
+from .count import ffn as counted
 from .count import formats as stored
-from .kernels import dispatch, op, packed, packed_op
+from .kernels import dispatch, op, packed, packed_op, train
 from .kernels import torch as torch_ops
 from .kernels.packed import PackedMatrix
 from .models.linears import pristine
@@ -28,8 +29,11 @@ class FeedForward(nn.Module):
 
     spec     what it computes; `dropout` acts on the coefficients, in training.
     backend  "auto" or a name, as in `fanfold.ffn`.
-    save     what forward keeps for backward: "all" (what autograd keeps of PyTorch's ops). With the cpu backend
-             named, forward keeps x alone and backward recomputes.
+    save     what forward keeps for backward in training, least first: "tiles" (x; computed in blocks of 128 tokens, so
+             that no [tokens, d_ff] tensor exists), "input" (x; blocks of 256), "preact" (x, gate, up), "all" (the
+             coefficients too, so that nothing is multiplied again). `fanfold.cost(spec, tokens=…).saved_bytes` tells
+             the bytes. Gradients are the same to rounding, with dropout too. The cpu backend, if named, keeps x alone;
+             torch.compile keeps what it finds best under "all" and "preact", and x alone under the others.
     x  [..., d_model]  ->  [..., d_model], x's dtype (autocast's under autocast).
 
     Parameters are `gate_proj.weight`, `up_proj.weight` [d_ff, d_model] and `down_proj.weight` [d_model, d_ff] (and
@@ -51,8 +55,8 @@ class FeedForward(nn.Module):
             kind = type(spec).__name__
             raise ValueError(f"spec is a {kind}, expected a Spec: Spec.parse('swiglu', d_model=…, d_ff=…)")
         dispatch.resolve(backend)
-        if save != "all":
-            raise ValueError(f"save={save!r} is not known; known: all")
+        if save not in counted.SAVES:
+            raise ValueError(f"save={save!r} is not known; known: {', '.join(counted.SAVES)}")
         self.spec, self.backend, self.save = spec, backend, save
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         if spec.gated:
@@ -62,7 +66,7 @@ class FeedForward(nn.Module):
 
     @classmethod
     def from_weights(
-        cls, weights: Weights, format: str | None = None, backend: str = "auto"
+        cls, weights: Weights, format: str | None = None, backend: str = "auto", save: str = "all"
     ) -> FeedForward | PackedFeedForward:
         """A module that holds `weights` (torch tensors without a copy where the dtype stays; NumPy arrays copied).
 
@@ -75,7 +79,7 @@ class FeedForward(nn.Module):
             raise ValueError(f"format={format!r} is not known; known: None, {', '.join([*packed.FORMATS, 'int4'])}")
         if packed.is_packed(weights) or (format is not None and format not in FORMATS):
             return PackedFeedForward(_packed(weights, format), backend)
-        module = cls(weights.spec, backend=backend, device="meta")
+        module = cls(weights.spec, backend=backend, save=save, device="meta")
         state = {}
         for name, value in weights.items():
             tensor = value if isinstance(value, Tensor) else torch.tensor(value)
@@ -105,19 +109,25 @@ class FeedForward(nn.Module):
             return self._composed(x)
         backend = dispatch.resolve(self.backend)
         dropping = self.training and self.spec.dropout > 0
-        if backend == "torch" or dropping:
-            if dropping and backend == "cpu":
-                raise dispatch.BackendError("backend 'cpu' cannot run this call: dropout is active (training mode)")
-            return torch_ops.forward(x, self.weights(), training=self.training)
+        if dropping and backend == "cpu":
+            raise dispatch.BackendError("backend 'cpu' cannot run this call: dropout is active (training mode)")
         weights = self.weights()
+        if backend != "cpu" and (dropping or dispatch.needs_grad(x, weights)):
+            if not torch.compiler.is_compiling():
+                return train.ffn(x, weights, self.save, self.training)
+            if dropping or self.save in ("all", "preact"):
+                return torch_ops.forward(x, weights, self.training)  # in the open, for the compiler to fuse and choose
+            return self._operator(x, weights, backend)
+        if backend == "torch" or (backend == "auto" and torch_ops.autocast_on(x)):
+            return torch_ops.forward(x, weights)
+        return self._operator(x, weights, backend)
+
+    def _operator(self, x: Tensor, weights: Weights, backend: str) -> Tensor:
+        """`fanfold.ffn`, in autocast's dtype where that is on."""
         if torch_ops.autocast_on(x):
-            if backend == "auto":
-                return torch_ops.forward(x, weights)
             dtype = torch.get_autocast_dtype(x.device.type)
             weights = Weights.unchecked(weights.spec, **{n: v.to(dtype) for n, v in weights.items()})
-            return op.ffn(x.to(dtype), weights, backend)
-        if torch.compiler.is_compiling() and backend == "auto" and dispatch.needs_grad(x, weights):
-            return torch_ops.forward(x, weights)  # in the open, so that the compiler can fuse its backward
+            x = x.to(dtype)
         return op.ffn(x, weights, backend)
 
     def _composed(self, x: Tensor) -> Tensor:
@@ -128,7 +138,7 @@ class FeedForward(nn.Module):
         return self.down_proj(nn.functional.dropout(m, self.spec.dropout, self.training))
 
     def extra_repr(self) -> str:
-        return f"{self.spec.describe()}, backend={self.backend!r}"
+        return f"{self.spec.describe()}, backend={self.backend!r}, save={self.save!r}"
 
 
 class PackedFeedForward(nn.Module):

@@ -24,7 +24,8 @@ class Cost:
     sections    {"ffn", "attention", "block", "model", …: Figures}; the last one is the whole.
     bound       what binds the whole: "memory", "compute" or "unknown".
     bytes_by_format   {format: bytes of the FFN's weights}.
-    saved_bytes       {save: bytes kept for backward by the FFN}, recompute_flop {save: FLOPs that backward repeats}.
+    saved_bytes       {save: bytes kept for backward by the FFN}, with "autograd" those that PyTorch's own ops keep;
+                      recompute_flop {save: FLOPs that backward repeats}.
     notes       what was left out or assumed, one sentence each.
     """
 
@@ -166,7 +167,7 @@ def count(what: Spec | Block | Model, s: Settings) -> Cost:
         sections=sections,
         bound=roof.bound(whole),
         bytes_by_format={name: formats.ffn_bytes(spec, name) for name in formats.FORMATS},
-        saved_bytes={save: ffn.saved_bytes(spec, s.tokens, save, s.dtype) for save in ffn.SAVES},
+        saved_bytes={save: ffn.saved_bytes(spec, s.tokens, save, s.dtype) for save in ffn.KEEPERS},
         recompute_flop={save: s.tokens * ffn.recompute_flops_per_token(spec, save) for save in ffn.SAVES},
         notes=notes,
     )

@@ -5,12 +5,21 @@ T tokens, D d_model, F d_ff.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ..spec import Spec
 from .formats import get
 
 CLASSIC_RATIO = 4  # d_ff / d_model of the original Transformer: Vaswani 2017, arXiv:1706.03762
 SAVES = ("all", "preact", "input", "tiles")
+KEEPERS = ("autograd", *SAVES)  # and PyTorch's own ops, to compare with
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+# What has a gradient: x, and what Weights holds.
+TRAINED = ("x", "up", "down", "gate", "up_bias", "gate_bias", "down_bias")
+
+# Activations with act(act(x)) == act(x): the coefficients tell value and slope, so no pre-activation is needed.
+_IDEMPOTENT = ("relu", "identity")
 
 # What autograd keeps for backward of an activation's PyTorch form beside its output, in [T, F] tensors: its input,
 # or something between (relu2: relu's output; silu with a beta and gelu_sigmoid: also the sigmoid). The output itself
@@ -40,18 +49,50 @@ def recompute_flops_per_token(spec: Spec, save: str) -> int:
     return 2 * (n_matrices(spec) - 1) * spec.d_model * spec.d_ff if save in ("input", "tiles") else 0
 
 
-def saved_tensors(spec: Spec, save: str) -> tuple[int, int, int]:
-    """How many [T, D], [T, F] and boolean [T, F] tensors are kept from forward to backward under `save`.
+def kept(spec: Spec, save: str, trained: Collection[str] = TRAINED, dropping: bool | None = None) -> tuple[str, ...]:
+    """What `fanfold.nn.FeedForward(save=…)` keeps from forward to backward, in training.
 
-    "all"     what autograd keeps of PyTorch's ops (the table of activations above; clamps keep their input).
-    "preact"  x, gate and up.      "input", "tiles"  x alone.
-    Dropout and parameters are not counted. Raises ValueError on an unknown `save`.
+    "all"     x, gate, up and the coefficients: no matrix product is repeated. Coefficients alone serve ungated relu and
+              identity; with dropout its mask is kept too.
+    "preact"  x, gate and up.      "input", "tiles"  x.
+    trained   the parts of TRAINED that need a gradient. What serves none of them is not kept: x only for gate and up;
+              coefficients alone, under "preact" too, where only down needs one; nothing for down_bias.
+    dropping  whether dropout is active; by default where the spec has it.
+    -> some of "x" [T, D]; "gate", "up", "coefficients" [T, F]; "mask" [T, F] of bools, in this order. Other masks are
+    drawn again, from a copy of the generator's state (a few KB, not counted). Raises ValueError on an unknown `save`.
     """
     _check_save(save)
-    if save == "preact":
-        return 1, n_matrices(spec) - 1, 0
-    if save != "all":
-        return 1, 0, 0
+    to_gate = spec.gated and not {"x", "gate", "gate_bias"}.isdisjoint(trained)
+    to_up = not {"x", "up", "up_bias"}.isdisjoint(trained)
+    inward, down, all_ = to_gate or to_up, "down" in trained, save == "all"
+    if save in ("input", "tiles"):
+        return ("x",) if inward or down else ()
+    dropout = spec.dropout > 0 if dropping is None else dropping
+    alone = all_ and down and not spec.gated and not dropout and spec.activation in _IDEMPOTENT
+    wanted = {
+        "x": "up" in trained or (spec.gated and "gate" in trained),
+        "gate": spec.gated and inward,
+        "up": inward and not alone and (not spec.gated or to_gate or spec.up_limit is not None or (down and not all_)),
+        "coefficients": down and (all_ or not inward),
+        "mask": all_ and inward and dropout,
+    }
+    return tuple(name for name, keep in wanted.items() if keep)
+
+
+def saved_tensors(spec: Spec, save: str, trained: Collection[str] = TRAINED) -> tuple[int, int, int]:
+    """How many [T, D], [T, F] and boolean [T, F] tensors are kept from forward to backward under `save`: see `kept`.
+
+    save  one of KEEPERS; "autograd": what PyTorch's own ops keep without a Function of ours, everything trained and
+          no dropout (the table of activations above; clamps keep their input).
+    Parameters are not counted. Raises ValueError on an unknown `save`.
+    """
+    if save == "autograd":
+        return _autograd_tensors(spec)
+    names = kept(spec, save, trained)
+    return int("x" in names), len(set(names) & {"gate", "up", "coefficients"}), int("mask" in names)
+
+
+def _autograd_tensors(spec: Spec) -> tuple[int, int, int]:
     wide = 1 + _KEEPS.get(spec.activation, _KEEPS_OTHERS)  # down's input
     if spec.activation == "silu" and spec.beta != 1.0:
         wide += 1
@@ -65,12 +106,12 @@ def _check_save(save: str) -> None:
         raise ValueError(f"save={save!r} is not known; known: {', '.join(SAVES)}")
 
 
-def saved_bytes(spec: Spec, tokens: int, save: str, dtype: str = "bf16") -> int:
+def saved_bytes(spec: Spec, tokens: int, save: str, dtype: str = "bf16", trained: Collection[str] = TRAINED) -> int:
     """Bytes of activations kept from forward to backward for T tokens.
 
     T * ((n_D * D + n_F * F) * width of dtype + n_mask * F), the counts being those of `saved_tensors`.
     """
-    n_d, n_f, n_mask = saved_tensors(spec, save)
+    n_d, n_f, n_mask = saved_tensors(spec, save, trained)
     wide = (n_d * spec.d_model + n_f * spec.d_ff) * activation_width(dtype)
     return tokens * (wide + n_mask * spec.d_ff)
 

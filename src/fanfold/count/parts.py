@@ -78,11 +78,11 @@ def _ffn_activations(figures: Figures, spec: Spec, s: Settings) -> None:
                 ffn.inference_bytes(spec, s.tokens, s.dtype, fused=False),
                 "tokens * (d_model + n_matrices * d_ff) * width",
                 tokens=s.tokens, d_model=d, n_matrices=ffn.n_matrices(spec), d_ff=f, width=width)  # fmt: skip
-    for save in ffn.SAVES:
+    for save in ffn.KEEPERS:
         n_d, n_f, n_mask = ffn.saved_tensors(spec, save)
         figures.add(
             f"saved_{save}_bytes",
-            f"kept for backward, save={save}",
+            "kept for backward by PyTorch's own ops" if save == "autograd" else f"kept for backward, save={save}",
             "B",
             ffn.saved_bytes(spec, s.tokens, save, s.dtype),
             "tokens * ((of_d_model * d_model + of_d_ff * d_ff) * width + masks * d_ff)",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..spec import Spec
 from ..weights import Weights
-from . import dispatch, packed, packed_op
+from . import dispatch, packed, packed_op, train
 from . import torch as torch_ops
 
 _NAMES = ("up", "down", "gate", "up_bias", "gate_bias", "down_bias")
@@ -49,9 +49,11 @@ def _(x, up, down, gate, up_bias, gate_bias, down_bias, spec, backend):
 
 
 def _gradients(grad_y: Tensor, given: list[Tensor | None], spec: str, needed: list[bool]) -> list[Tensor | None]:
-    """Gradients of the tensors marked in `needed`, by recomputing the forward in PyTorch's ops: x is all that the
-    cpu kernel's forward keeps. Differentiable again where autograd asks for that (create_graph)."""
+    """Gradients of the tensors marked in `needed`, by recomputing the forward: x is all that the cpu kernel's forward
+    keeps. In PyTorch's ops where those are to be seen: by a tracing compiler, or by autograd (create_graph)."""
     again = torch.is_grad_enabled()
+    if not again and torch_ops.transform_active() is None:
+        return train.gradients(grad_y, given, _spec(spec), needed)
     leaves = given if again else [t if t is None else t.detach().requires_grad_(n) for t, n in zip(given, needed)]
     wanted = [t for t, n in zip(leaves, needed) if n and t is not None]
     with torch.enable_grad():

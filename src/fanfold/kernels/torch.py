@@ -33,12 +33,13 @@ def coefficients(spec: Spec, up: Tensor, gate: Tensor | None) -> Tensor:
     return act.torch(torch, gate, params) * up
 
 
-def forward(x: Tensor, weights: Weights, training: bool = False) -> Tensor:
+def forward(x: Tensor, weights: Weights, training: bool = False, mask: Tensor | None = None) -> Tensor:
     """y = down(act(gate x) * (up x)) in x's dtype; each matrix product rounds its result to that dtype.
 
     x  [..., d_model], the dtype and device of the weights (autocast applies as to nn.Linear). Packed matrices are
        dequantized to x's dtype for this one call.
     training  apply the spec's dropout to the coefficients.
+    mask  bools [T, F] of those that dropout has left, instead of drawing them.
     """
     spec = weights.spec
     if packed.is_packed(weights):
@@ -46,7 +47,9 @@ def forward(x: Tensor, weights: Weights, training: bool = False) -> Tensor:
     up = F.linear(x, weights.up, weights.up_bias)
     gate = F.linear(x, weights.gate, weights.gate_bias) if spec.gated else None
     m = coefficients(spec, up, gate)
-    if training and spec.dropout:
+    if mask is not None:
+        m = m * mask.view(m.shape).to(m.dtype).div_(1 - spec.dropout)
+    elif training and spec.dropout:
         m = F.dropout(m, spec.dropout, training=True)
     return F.linear(m, weights.down, weights.down_bias)
 
@@ -65,6 +68,12 @@ def transform_active() -> str | None:
     """
     if _dispatch_modes() > 0:
         return "a torch dispatch mode is active"
+    return differentiating()
+
+
+def differentiating() -> str | None:
+    """What of PyTorch's derives or rewrites functions by their ops, so that one with a derivative of its own must show
+    its ops instead; or None. A dispatch mode sees the ops of either."""
     if _functorch_stack() is not None:
         return "a functorch transform is active"
     if _is_tracing():

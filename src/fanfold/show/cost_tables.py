@@ -94,9 +94,8 @@ def _show_ffn(found: Cost) -> None:
         for name, n in found.bytes_by_format.items()
     ]
     table("weights of one FFN", ["format", "bits per weight", "bytes, B", "layout"], rows)
-    rows = [
-        [save, f"{found.saved_bytes[save]:,}", f"{found.recompute_flop[save]:,}"] for save in ffn.SAVES
-    ]  # fmt: skip
+    rows = [["PyTorch's own ops", f"{found.saved_bytes['autograd']:,}", "0"]]
+    rows += [[save, f"{found.saved_bytes[save]:,}", f"{found.recompute_flop[save]:,}"] for save in ffn.SAVES]
     table(f"kept from forward to backward by one FFN, {_tokens(found.settings.tokens)}",
           ["save", "bytes, B", "recomputed, FLOP"], rows)  # fmt: skip
 
