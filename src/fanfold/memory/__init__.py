@@ -6,8 +6,27 @@ Source: Geva et al. 2021, arXiv:2012.14913.
 
 from __future__ import annotations
 
-# Functions that share their module's name: imported here at once, so that the names stand for the functions.
+# Functions that share their module's name: imported here at once, so that the names stand for the functions. `index` is
+# a package, which can be called.
 from .anatomy import Anatomy, Layer, anatomy
 from .capture import Captured, Coefficients, capture, coefficients
+from .edit import edit
+from .index import Index
+from .reading import Reading, read
+from .selective import survive
 
-__all__ = ["Anatomy", "Captured", "Coefficients", "Layer", "anatomy", "capture", "coefficients"]
+__all__ = [
+    "Anatomy",
+    "Captured",
+    "Coefficients",
+    "Index",
+    "Layer",
+    "Reading",
+    "anatomy",
+    "capture",
+    "coefficients",
+    "edit",
+    "index",
+    "read",
+    "survive",
+]

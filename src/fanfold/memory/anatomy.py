@@ -14,8 +14,9 @@ from ..models.inputs import default_inputs
 from ..models.linears import quiet
 from ..models.observe import batch
 from .heads import Head, look_at_head
-from .layers import Layer, plain_matrix
+from .layers import Layer, coefficients, plain_matrix
 from .norms import Norm, recognise
+from .sums import sum_rule
 from .taps import Taps, logits_of, run
 from .trace import calls, events, outside
 from .writes import look_at_write
@@ -91,6 +92,16 @@ class Anatomy:
     def __post_init__(self) -> None:
         self._norms: dict[str, Norm] = {}
 
+    def _as_described(self, taps: Taps) -> bool:
+        """Whether each layer's own output is what its description gives."""
+        for layer in self.layers:
+            key, weights = (layer.path, layer.call), layer.weights()
+            x, y = (t[key].flatten(0, -2) for t in (taps.x, taps.y))
+            m = coefficients(weights, x).coefficient
+            if not sum_rule(layer, weights, x, y, m, taps.dtype[key], taps.largest[key]).holds:
+                return False
+        return True
+
 
 def anatomy(
     model: nn.Module, inputs: Any = None, found: list[Found] | None = None, progress: Progress | None = None
@@ -102,7 +113,15 @@ def anatomy(
     -> Anatomy. The model is not changed: hooks are taken off again, modes put back, and its own hooks do not fire.
     Raises FindError if there is no FFN, ValueError if none is identified or the model cannot be run.
     """
-    found = find(model, inputs=inputs, progress=progress) if found is None else found
+    if found is None:
+        out, taps = _examined(model, inputs, find(model, inputs=inputs, progress=progress, each=False))
+        if out._as_described(taps):
+            return out
+        found = find(model, inputs=inputs, progress=progress)  # alike to look at, and not in what they compute
+    return _examined(model, inputs, found)[0]
+
+
+def _examined(model: nn.Module, inputs: Any, found: list[Found]) -> tuple[Anatomy, Taps]:
     known = [f for f in found if f.spec is not None]
     left = [(f.path, f.reason) for f in found if f.spec is None]
     if not known:
@@ -143,7 +162,7 @@ def anatomy(
     if out.effects_why_not is None:
         for layer in stream:
             layer.direct = True
-    return out
+    return out, taps
 
 
 def block_of(model: nn.Module, path: str, founds: list[Found]) -> str:

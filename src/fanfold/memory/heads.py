@@ -35,7 +35,7 @@ class Head:
     is_head: bool
     note: str = ""
     norm_path: str | None = None
-    norm: Norm | None = None
+    norm: Norm | None = dataclasses.field(repr=False, default=None)
     input_scale: float = 1.0
     logit_scale: float = 1.0
     softcap: float | None = None

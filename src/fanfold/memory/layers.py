@@ -72,7 +72,7 @@ class Layer:
                 )
         arrays: dict[str, Any] = {"down": plain_matrix(linears["down"])}
         if spec.down_bias:
-            arrays["down_bias"] = _bias(linears["down"])
+            arrays["down_bias"] = self.down_bias()
         assert self.found.layout is not None
         order = self.found.layout.order
         if order != SEPARATE:
@@ -85,10 +85,15 @@ class Layer:
             for role in ("gate", "up") if spec.gated else ("up",):
                 arrays[role], arrays[f"{role}_bias"] = plain_matrix(linears[role]), _bias(linears[role])
         if scale != 1.0:
-            for name in ("down", "down_bias"):
-                if arrays.get(name) is not None:
-                    arrays[name] = arrays[name] * scale
+            arrays["down"] = arrays["down"] * scale
         return Weights(spec, **arrays)
+
+    def down_bias(self) -> Tensor | None:
+        """[D] float32, what the layer gives where all coefficients are 0; None if it has no such bias."""
+        if not self.spec.down_bias:
+            return None
+        bias = _bias(self.model.get_submodule(self.found.projections["down"]))
+        return bias if bias is None or self.found.scale == 1.0 else bias * self.found.scale
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..layout import SEPARATE, Layout
 from ..spec import Spec
+from .alike import kind
 from .decide import Evidence
 from .description import Description
 from .identify import identify
@@ -62,12 +63,14 @@ class Found:
         return out
 
 
-def find(model: nn.Module, inputs: Any = None, progress: Progress | None = None) -> list[Found]:
+def find(model: nn.Module, inputs: Any = None, progress: Progress | None = None, each: bool = True) -> list[Found]:
     """Find and identify every FFN in `model`.
 
     inputs    for one run of the whole model, where a layer's code connects the FFN's parts (OPT, BERT): a dict of
               keyword arguments, a tuple, or a tensor; default: small random ones made from a transformers config.
     progress  called with (done, total).
+    each      False: experiment on one module of each kind (code and shapes alike), and take the rest to be the same;
+              for callers who check what each one computes.
     -> in tree order; "unidentified" ones included, with the reason. The model is not changed: experiments run on
     float32 copies of one FFN at a time. Raises FindError, listing what was looked at, if nothing has an FFN's shape.
     """
@@ -84,8 +87,13 @@ def find(model: nn.Module, inputs: Any = None, progress: Progress | None = None)
         else:
             calls, why = record_calls(model, pairs, given)
     out = []
+    known: dict[Any, Found | None] = {}
     for i, site in enumerate(sites):
-        found = _found(model, site, calls.get(site.path), why)
+        like = None if each else kind(model.get_submodule(site.path), site)
+        if like is not None and like in known:
+            found = _moved(known[like], site.path)
+        else:
+            found = known[like] = _found(model, site, calls.get(site.path), why)
         if found is not None:
             out.append(found)
         if progress is not None:
@@ -130,6 +138,16 @@ def _found(model: nn.Module, site: Site, call: Any, why: str) -> Found | None:
         scale=d.scale if d else 1.0,
         residual=d.residual if d else False,
         dropout=identity.dropout,
+    )
+
+
+def _moved(found: Found | None, path: str) -> Found | None:
+    """The same for a module of the same kind at another path."""
+    if found is None:
+        return None
+    cut = len(found.path)
+    return dataclasses.replace(
+        found, path=path, projections={role: path + inside[cut:] for role, inside in found.projections.items()}
     )
 
 

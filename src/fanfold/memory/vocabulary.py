@@ -1,0 +1,51 @@
+"""Token ids as text, each as it stands in a text: with its leading space, and told apart where it is part of one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+
+class Vocabulary:
+    """The texts of a tokenizer's tokens; without a tokenizer, their ids in angle brackets."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.text = functools.lru_cache(maxsize=None)(self._text)
+        self._anchor: list[int] = [] if tokenizer is None else self.encode("a")[-1:]
+        self._start = 0 if tokenizer is None else len(self._decode([]))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens."""
+        if self.tokenizer is None:
+            raise ValueError(f"{text!r} is text, and there is no tokenizer: give token ids")
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def texts(self, ids: Iterable[int]) -> list[str]:
+        return [self.text(int(i)) for i in ids]
+
+    def id(self, token: int | str, size: int) -> int:
+        """The id of a token given as id or as text. Raises ValueError if it is not one token of `size`."""
+        if isinstance(token, str):
+            ids = self.encode(token)
+            if len(ids) != 1:
+                parts = ", ".join(repr(t) for t in self.texts(ids)) or "nothing"
+                raise ValueError(f"{token!r} is {len(ids)} tokens ({parts}), expected one; mind the leading space")
+            return ids[0]
+        if isinstance(token, bool) or not 0 <= int(token) < size:
+            raise ValueError(f"token {token!r} does not exist: the vocabulary has ids 0 to {size - 1}")
+        return int(token)
+
+    def _text(self, token: int) -> str:
+        if self.tokenizer is None:
+            return f"<{token}>"
+        text = self._decode([token])[self._start :]
+        if "\ufffd" in text or not text:  # a part of a character, or a token that decodes to nothing
+            piece = self.tokenizer.convert_ids_to_tokens(token)
+            return str(piece) if piece else f"<{token}>"
+        return text
+
+    def _decode(self, ids: list[int]) -> str:
+        # behind an anchor, for some tokenizers drop the space at the start of a text
+        return self.tokenizer.decode([*self._anchor, *ids], clean_up_tokenization_spaces=False)
