@@ -20,7 +20,7 @@ HEAVY = {"torch", "transformers", "gguf", "safetensors", "accelerate"}
 # Floor of each module or package (the longest prefix counts). Imports go to the same floor or a lower one.
 FLOORS = {
     1: ("activations", "spec", "layout", "weights", "checkpoints.config", "checkpoints.errors"),
-    2: ("count",),
+    2: ("canvas", "count"),
     3: ("reference", "formats", "numerics", "kernels"),
     4: ("nn", "checkpoints", "models", "quantize", "parallel"),
     5: ("memory", "report", "sparsity", "superposition", "study"),

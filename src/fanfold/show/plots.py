@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from ..canvas import axes, figure, save
 from ..count.block import Widened
 from ..count.sweep import Sweep
 
@@ -46,45 +45,8 @@ def draw(path: Path, sweep: Sweep, title: str, widths: dict[float, list[Widened]
     save(drawn, path)
 
 
-def figure(inches: tuple[float, float]) -> Any:
-    """An empty Matplotlib figure with a canvas of its own. Raises ValueError without Matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError("a plot needs Matplotlib, which is not installed: pip install 'fanfold[plots]'") from None
-    made = Figure(figsize=inches, layout="constrained")
-    FigureCanvasAgg(made)
-    return made
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write a figure into `path`, PNG or SVG by its suffix, whole or not at all."""
-    kind = path.suffix.lower().removeprefix(".")
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, suffix=path.suffix)
-    os.close(handle)
-    try:
-        figure.savefig(temporary, format=kind, dpi=120)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
 def _values(sweep: Sweep, key: str) -> list[float]:
     return [float(c.whole.value(key)) for c in sweep.costs]
-
-
-def axes(ax: Any, title: str, x: str, y: str, log: bool = True) -> None:
-    """Title, labels and a faint grid; both axes logarithmic if `log`."""
-    ax.set_title(title, fontsize=10)
-    ax.set_xlabel(x)
-    ax.set_ylabel(y)
-    if log:
-        ax.set_xscale("log")
-        ax.set_yscale("log")
-    ax.grid(True, which="major", color="#dddddd", linewidth=0.6)
-    ax.set_axisbelow(True)
 
 
 def _roofline(ax: Any, sweep: Sweep) -> None:

@@ -51,7 +51,8 @@ def seen_by_residual(anatomy: Anatomy, inputs: Any = None) -> list[tuple[Tensor,
         handles: list[Any] = []
         try:
             for path, module in model.named_modules():
-                if isinstance(getattr(module, "weight", None), Tensor) and module.weight.dim() == 1:
+                weight = getattr(module, "weight", None)
+                if isinstance(weight, Tensor) and weight.dim() == 1:
                     handles.append(module.register_forward_hook(after(path)))
             for layer in anatomy.layers:
                 place = model.get_submodule(_first(layer.found))

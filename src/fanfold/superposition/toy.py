@@ -227,5 +227,8 @@ def _start(n: int, m: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def _joined(parts: list[Trained]) -> Trained:
     """Several points' results in one."""
-    values: dict[str, Any] = {name: [getattr(p, name) for p in parts] for name in Trained.__dataclass_fields__}
-    return Trained(**{name: None if v[0] is None else np.concatenate(v) for name, v in values.items()})
+    values: dict[str, Any] = {}
+    for name in Trained.__dataclass_fields__:
+        every = [getattr(p, name) for p in parts]
+        values[name] = None if every[0] is None else np.concatenate(every)
+    return Trained(**values)
