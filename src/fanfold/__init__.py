@@ -28,6 +28,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "quantize": ("fanfold.quantize", None),  # the package, which can be called
     "size": ("fanfold.count.sizing", "size"),
     "superposition": ("fanfold.superposition", None),
+    "study": ("fanfold.study", None),
     "swap": ("fanfold.models.swap", "swap"),
     "unswap": ("fanfold.models.swap", "unswap"),
 }

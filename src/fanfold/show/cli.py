@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import count_verbs, quantize_verb
+from . import count_verbs, memory_verbs, parallel_verbs, quantize_verb, study_verb, superpose_verb
 from .failures import INTERRUPTED, guarded, usage
 from .output import emit, progress, stdout_kept
 
@@ -177,9 +177,13 @@ def bench(
     ffn: Annotated[str, typer.Option(help="With --shape: swiglu, geglu, gelu_erf, relu2, …")] = "swiglu",
     compile: Annotated[bool, typer.Option("--compile", help="With --shape: time torch.compile too.")] = False,
     plot: Annotated[Path | None, typer.Option(help="With --shape: draw the roofline into a .png or .svg.")] = None,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Under torchrun: FFNs cut over so many ranks.")] = 1,
+    timeout: Annotated[float, typer.Option(min=1, help="With --tp: seconds that ranks wait for each other.")] = 120.0,
     json: Json = False,
 ) -> None:
     """Measure a model before and after the swap, or with --shape one FFN of random weights, beside PyTorch."""
+    from . import bench_parallel
+
     if shape is not None or model is None:
         from . import bench_shape, bench_tables
 
@@ -192,6 +196,10 @@ def bench(
     with usage():
         _one_of(context, model, shape)
         chosen = _formats(format)
+        if tp > 1:
+            bench_parallel.check(tp)
+            if len(chosen) > 1:
+                raise ValueError(f"--tp takes one format, got {len(chosen)}")
     from . import bench as work
     from .demo import identify
     from .text import PROMPT, read_text
@@ -206,6 +214,10 @@ def bench(
         prompt=prompt or PROMPT,
     )
     read_text(text)  # a wrong path is reported before a model is loaded
+    if tp > 1:
+        form = _format(chosen[0])
+        bench_parallel.report(lambda: _load(model, dtype, copies=3.0), tp, form, settings, timeout, json)
+        return
     runs: list[dict[str, Any]] = []
     with stdout_kept(json):
         loaded = _load(model, dtype, copies=2.0)
@@ -239,6 +251,11 @@ def demo(repeats: Repeats = 5, json: Json = False) -> None:
 app.command()(count_verbs.size)
 app.command()(count_verbs.cost)
 app.command()(quantize_verb.quantize)
+app.command()(memory_verbs.read)
+app.command()(memory_verbs.index)
+app.command()(parallel_verbs.shard)
+app.command()(study_verb.study)
+app.command()(superpose_verb.superpose)
 
 
 @app.command()
@@ -270,7 +287,7 @@ def _one_of(context: typer.Context, model: str | None, shape: str | None) -> Non
     if (model is None) == (shape is None):
         given = "neither was given" if model is None else f"{model} and --shape {shape} were given"
         raise ValueError(f"bench takes a MODEL (folder, .gguf file, smollm2, minilm) or --shape 4096x11008: {given}")
-    others = ("dtype", "backend", *_OF_TEXT) if model is None else ("tokens", "ffn", "compile", "plot")
+    others = ("dtype", "backend", "tp", "timeout", *_OF_TEXT) if model is None else ("tokens", "ffn", "compile", "plot")
     wrong = [f"--{n.replace('_', '-')}" for n in _typed(context, others)]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} goes with {'a MODEL' if model is None else '--shape'}")
