@@ -164,6 +164,21 @@ def forward_and_gradients(mesh, rank, folder):
                 assert not numerics.compare(bad, ff.reference.forward(x, one.weights()), one(x)).ok, name
 
 
+@check(2)
+def what_training_keeps(mesh, rank, folder):
+    """save="tiles": x alone is kept, gradients are the same."""
+    module, one = pair(SPECS[0], save="tiles")
+    parallel.apply(module, mesh)
+    x, g = tokens((2, 5, 24)).requires_grad_(), tokens((2, 5, 24), seed=2)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        y = module(x)
+    own = module.up_proj.weight.to_local().shape[0]
+    assert not any(shape[-1] == own and len(shape) > 1 and shape[0] in (2, 10) for shape in kept), kept
+    y.backward(g)
+    judged(module, one, x, y, g)
+
+
 @check(2, 3)
 def half_precision(mesh, rank, folder):
     """bfloat16: a partial sum is rounded on each rank, which costs a rounding a rank: PyTorch's own way is judged."""
@@ -684,7 +699,7 @@ def start(rank, size, store, seconds):
 
 
 def every_check(rank, folder, only):
-    start(rank, WORLD, f"{folder}/store", 60)
+    start(rank, WORLD, f"{folder}/store", 300)  # torch.compile on a busy machine
     meshes = {n: DeviceMesh("cpu", list(range(n))) for n in (2, 3, 4)}
     out = {}
     for name, (function, sizes) in CHECKS.items():

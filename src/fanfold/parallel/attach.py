@@ -86,7 +86,7 @@ def apply(
              over the other dimension, after this.
     sequence_parallel  x and y hold this rank's tokens (dimension -2; Shard(1) of [batch, tokens, d_model]): all-gather
              before, reduce-scatter after. Plain tensors have as many tokens on each rank; give DTensors for any number.
-    backend  as for `ffn`.         found, inputs  as for `swap`.
+    backend  as for `ffn` ("auto": that of a FeedForward).         found, inputs  as for `swap`.
     -> the module (in place; another object only where `module` itself is packed). Ranks need equal random streams where
     there is dropout. Dropout that a module's own code calls as a function on coefficients is not seen.
 
@@ -262,11 +262,13 @@ def _cut(
 ) -> None:  # fmt: skip
     assert item.plan is not None
     module = root.get_submodule(item.path)
+    if isinstance(module, FeedForward) and backend == "auto":
+        backend = module.backend
     linears = {role: root.get_submodule(path) for role, path in item.projections.items()}
     conv1d = is_conv1d(linears["down"])
     cut = Cut(
         item.plan, rank, lane, linears, conv1d=conv1d, whole=item.whole, scale=item.scale, residual=item.residual,
-        dropout=item.dropout, backend=backend,
+        dropout=item.dropout, backend=backend, save=module.save if isinstance(module, FeedForward) else "all",
     )  # fmt: skip
     for role, linear in linears.items():
         for kind, parameter in list(linear._parameters.items()):

@@ -8,12 +8,37 @@ parallel
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .together import together
+
+
+class Clock:
+    """Seconds that calls spent in collectives, and how many there were. Waiting for the slowest rank counts."""
+
+    def __init__(self) -> None:
+        self.seconds, self.calls = 0.0, 0
+
+
+_clock: Clock | None = None
+
+
+@contextlib.contextmanager
+def timed() -> Iterator[Clock]:
+    """Time the collectives of all cut FFNs of this process while the block runs (forward only, not compiled)."""
+    global _clock
+    before, _clock = _clock, Clock()
+    try:
+        yield _clock
+    finally:
+        _clock = before
 
 
 class Lane:
@@ -42,7 +67,7 @@ class Lane:
             spread = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
         if torch.compiler.is_compiling():
             return self._all(spread)
-        with together(f"the FFN at {self.path}", self.mesh.get_group()):
+        with self._watched():
             return self._all(spread)
 
     def leave(self, y: Tensor, bias: Tensor | None, like: Tensor) -> Tensor:
@@ -53,7 +78,7 @@ class Lane:
         if torch.compiler.is_compiling():
             summed = self._summed(y)
         else:
-            with together(f"the FFN at {self.path}", self.mesh.get_group()):
+            with self._watched():
                 summed = self._summed(y)
         local = summed.to_local()
         if bias is not None:
@@ -63,6 +88,16 @@ class Lane:
         return DTensor.from_local(
             local, self.mesh, summed.placements, run_check=False, shape=summed.shape, stride=summed.stride()
         )
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Around a collective: the error of a lost rank, and the clock if one runs."""
+        begin = time.perf_counter()
+        with together(f"the FFN at {self.path}", self.mesh.get_group()):
+            yield
+        if _clock is not None:
+            _clock.seconds += time.perf_counter() - begin
+            _clock.calls += 1
 
     def _all(self, spread: DTensor) -> Tensor:
         return spread.redistribute(self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])

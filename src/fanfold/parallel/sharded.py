@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels import cpu, dispatch, op
+from ..kernels import cpu, dispatch, op, train
 from ..kernels import torch as torch_ops
 from ..layout import SEPARATE, Layout
 from ..nn import FeedForward, PackedFeedForward
@@ -50,7 +50,9 @@ class Cut:
         residual: bool = False,
         dropout: bool = False,
         backend: str = "auto",
+        save: str = "all",
     ) -> None:
+        self.save = save  # of a FeedForward: what training keeps
         self.plan, self.rank, self.lane = plan, rank, lane
         self.linears, self.conv1d, self.whole = linears, conv1d, whole
         self.scale, self.residual, self.dropout, self.backend = scale, residual, dropout, backend
@@ -116,8 +118,11 @@ class Cut:
             gate = F.linear(x, weights.gate, weights.gate_bias) if self.spec.gated else None
             m = torch_ops.coefficients(self.spec, up, gate)
             return F.linear(m * self.mask(m, dropout), weights.down)
-        compiled = torch.compiler.is_compiling() and dispatch.needs_grad(x, weights)
-        if self.backend == "torch" or torch_ops.autocast_on(x) or (compiled and self.backend == "auto"):
+        compiled = torch.compiler.is_compiling()
+        learning = dispatch.needs_grad(x, weights)
+        if learning and not compiled and self.save != "all" and self.backend != "cpu":
+            return train.ffn(x, weights, self.save)
+        if self.backend == "torch" or torch_ops.autocast_on(x) or (compiled and learning and self.backend == "auto"):
             return torch_ops.forward(x, weights)
         return op.ffn(x, weights, self.backend)
 

@@ -49,7 +49,7 @@ def bench(loaded: Any, format: str | None, settings: Settings, found: list[Any])
     before = loaded.model
     read = text.read_text(settings.text_file)
     sample = text.token_ids(loaded, read, settings.text_tokens) if loaded.kind != "other" else None
-    one, counts = _work(loaded, sample, settings)
+    one, counts = work(loaded, sample, settings)
     paths = [p for f in found if f.spec is not None for p in f.timed_modules]
     memory_before = _peak(before, one)
     after = twin(before)
@@ -121,7 +121,7 @@ def not_finite(result: dict[str, Any]) -> str | None:
     return f"{what} are not finite {' and '.join(wrong)} the swap" if wrong else None
 
 
-def _work(loaded: Any, sample: Any, settings: Settings) -> tuple[timing.Pass, dict[str, int]]:
+def work(loaded: Any, sample: Any, settings: Settings) -> tuple[timing.Pass, dict[str, int]]:
     """(the pass that is timed, {what it times: tokens in it})."""
     if loaded.kind == "causal":
         limit = text.context(loaded.model) - settings.new_tokens
@@ -135,10 +135,10 @@ def _work(loaded: Any, sample: Any, settings: Settings) -> tuple[timing.Pass, di
         lengths = sorted({min(n, text.context(loaded.model) - 2, sample.shape[1]) for n in LENGTHS})
         inputs = {f"{n} tokens": {"input_ids": sample[:, :n]} for n in lengths}
         return timing.forwards(inputs), {f"{n} tokens": n for n in lengths}
-    return timing.forwards({"forward": _inputs(loaded)}), {"forward": 1}
+    return timing.forwards({"forward": inputs_of(loaded)}), {"forward": 1}
 
 
-def _inputs(loaded: Any) -> dict[str, Any]:
+def inputs_of(loaded: Any) -> dict[str, Any]:
     from ..models.inputs import default_inputs
 
     inputs = default_inputs(loaded.model)
@@ -178,7 +178,7 @@ def _compare(loaded: Any, before: Any, after: Any, sample: Any, read: str, setti
     elif loaded.kind == "encoder":
         inputs = {"input_ids": sample[:, : min(text.context(before) - 2, 128)]}
     else:
-        inputs = _inputs(loaded)
+        inputs = inputs_of(loaded)
     difference, wrong = _difference(before, after, inputs)
     out: dict[str, Any] = {"not_finite": wrong}
     if loaded.kind == "causal":
