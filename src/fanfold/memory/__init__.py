@@ -10,6 +10,8 @@ from __future__ import annotations
 # a package, which can be called.
 from .anatomy import Anatomy, Layer, anatomy
 from .capture import Captured, Coefficients, capture, coefficients
+from .changes import Value, fixed
+from .check import CheckReport, check
 from .edit import edit
 from .index import Index
 from .reading import Reading, read
@@ -18,14 +20,18 @@ from .selective import survive
 __all__ = [
     "Anatomy",
     "Captured",
+    "CheckReport",
     "Coefficients",
     "Index",
     "Layer",
     "Reading",
+    "Value",
     "anatomy",
     "capture",
+    "check",
     "coefficients",
     "edit",
+    "fixed",
     "index",
     "read",
     "survive",

@@ -19,13 +19,18 @@ _PREDICTIONS, _UPDATE, _ENDS = 10, 5, 8
 
 
 def document(
-    reading: Reading, top: int, positions: Iterable[int] | None, values: bool, index: Index | None
+    reading: Reading,
+    top: int,
+    positions: Iterable[int] | None,
+    values: bool,
+    index: Index | None,
+    token: int | str | None = None,
 ) -> dict[str, Any]:
     """The document of a reading; see `Reading.to_dict`."""
     chosen = list(dict.fromkeys(reading.at(p) for p in (range(len(reading.ids)) if positions is None else positions)))
     specs = [r.layer.spec for r in reading.layers]
     kinds = list(dict.fromkeys(s.describe() for s in specs))
-    states = {p: _States(reading, p) for p in chosen}
+    states = {p: _States(reading, p, token) for p in chosen}
     strongest = _strongest(reading, states, top)
     out = {
         "title": reading.text,
@@ -62,8 +67,8 @@ def document(
 class _States:
     """What the residual says after each layer, at one position: the rank of the explained token, and the top one."""
 
-    def __init__(self, reading: Reading, at: int) -> None:
-        self.token = reading.explained(at)
+    def __init__(self, reading: Reading, at: int, token: int | str | None) -> None:
+        self.token = reading.explained(at) if token is None else reading.token(token)
         self.rows: dict[int, tuple[int, str, float]] = {}
         if reading.effects_why_not is not None or reading.readout is None:
             return

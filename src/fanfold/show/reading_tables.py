@@ -1,0 +1,180 @@
+"""What `fanfold read` prints for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .output import number, percent, table
+
+_BAR = 8  # characters of a bar to each side of zero
+
+
+def show(document: dict[str, Any], top: int) -> None:
+    """Print a reading's document: one position of it."""
+    model, (position,) = document["model"], document["positions"]
+    print(
+        f"{model['name']}: {model['layers']} FFN layers, {model['ffn']}; the prompt's {len(document['tokens'])} "
+        "tokens, the one that is read in brackets:"
+    )
+    at = position["position"]
+    words = [quoted(t["text"]) for t in document["tokens"]]
+    print("  " + " ".join(f"[{i} {w}]" if i == at else f"{i} {w}" for i, w in enumerate(words)))
+    print()
+    _predictions(position)
+    if document["effects"]:
+        _shares(position, document["model"]["layers"])
+    else:
+        _updates(position)
+    _channels(document, position, top)
+    print(sum_rule(document["sum_rule"]))
+    for note in document["notes"]:
+        print(note)
+    if "edit" in document:
+        _edit(document["edit"])
+    if "check" in document:
+        _check(document["check"])
+    if "report" in document:
+        print(f"report, to open in a browser: {document['report']}")
+
+
+def sum_rule(rows: list[dict[str, Any]]) -> str:
+    """One line: whether Σ coefficient · value + bias is what each layer gave."""
+    if not rows:
+        return "Sum rule: no layer was read."
+    bad = [str(r["layer"]) for r in rows if not r["holds"]]
+    worst = max(rows, key=lambda r: r["error"])
+    held = f"holds in all {len(rows)} layers" if not bad else f"DOES NOT HOLD in layer {', '.join(bad)}"
+    return (
+        f"Sum rule: Σ coefficient · value + bias = the layer's output {held}; largest relative error "
+        f"{number(worst['error'])} (layer {worst['layer']}, allowed {number(worst['allowed'])})."
+    )
+
+
+def quoted(text: str) -> str:
+    """A token with its spaces and line ends visible."""
+    return repr(text)
+
+
+def _words(pairs: list[list[Any]], n: int = 4) -> str:
+    return " ".join(quoted(text) for text, _ in pairs[:n])
+
+
+def _predictions(position: dict[str, Any]) -> None:
+    if not position["predictions"]:
+        return
+    rows = [[quoted(p["text"]), _p(p["p"]), number(p["logit"])] for p in position["predictions"][:5]]
+    table("What the model predicts next:", ["token", "probability", "logit"], rows)
+
+
+def bar(value: float, largest: float) -> str:
+    """A bar to the left for what is negative, to the right for what is positive."""
+    n = round(_BAR * min(abs(value) / largest, 1)) if largest > 0 else 0
+    left, right = ("█" * n, "") if value < 0 else ("", "█" * n)
+    return f"{left:>{_BAR}}│{right:<{_BAR}}"
+
+
+def _signed(value: float) -> str:
+    return f"{'+' if value >= 0 else '−'}{number(abs(value))}"
+
+
+def _p(probability: float) -> str:
+    return f"{number(100 * probability)} %"
+
+
+def _shares(position: dict[str, Any], layers: int) -> None:
+    rows, word = position["layers"], quoted(position["token"]["text"])
+    attention, ffn = sum(r["attention"] for r in rows), sum(r["ffn"] for r in rows)
+    if len(rows) == layers:
+        print(
+            f"Where the logit of {word} comes from (above the mean of all tokens): {_signed(position['total'])} = "
+            f"embedding {_signed(position['embedding'])}, attention {_signed(attention)}, FFNs {_signed(ffn)}, biases "
+            f"{_signed(position['constant'])}"
+        )
+    largest = max((abs(r[part]) for r in rows for part in ("attention", "ffn")), default=0.0)
+    body = [
+        [
+            str(r["layer"]),
+            _signed(r["attention"]),
+            bar(r["attention"], largest),
+            _signed(r["ffn"]),
+            bar(r["ffn"], largest),
+            percent(r["top10_share"]),
+            "–" if r["rank"] is None else f"{r['rank']:,}",
+            "–" if r["top_after"] is None else f"{quoted(r['top_after'][0])} {_p(r['top_after'][1])}",
+        ]
+        for r in rows
+    ]
+    heads = ["layer", "attention", "", "FFN", "", "10 largest channels' share", f"rank of {word}", "read here, it says"]
+    table("", heads, body)
+
+
+def _updates(position: dict[str, Any]) -> None:
+    """A layer's updates where there are no effects on logits."""
+    largest = max((r["update_norm"] for r in position["layers"]), default=0.0)
+    rows = [
+        [
+            str(r["layer"]),
+            number(r["update_norm"]),
+            f"{'█' * round(2 * _BAR * r['update_norm'] / largest) if largest else '':<{2 * _BAR}}",
+            "–" if r["residual_norm"] is None else number(r["residual_norm"]),
+            percent(r["top10_share"]),
+            _words(r["update_tokens"]),
+        ]
+        for r in position["layers"]
+    ]
+    heads = ["layer", "size of what it writes", "", "of the state", "10 largest channels' share", "nearest tokens"]
+    table("What each FFN writes at this position:", heads, rows)
+
+
+def _channels(document: dict[str, Any], position: dict[str, Any], top: int) -> None:
+    effects = document["effects"]
+    every = [c | {"layer": row["layer"]} for row in position["layers"] for c in row["channels"]]
+    best = sorted(every, key=lambda c: -abs(c["effect"] if effects else c["size"]))[:top]
+    if not best:
+        return
+    triggers = document.get("triggers")
+    rows = []
+    for c in best:
+        name = f"{c['layer']}:{c['channel']}"
+        value = document["values"].get(name, {"promoted": [], "suppressed": []})
+        ends = ("promoted", "suppressed") if c["coefficient"] >= 0 else ("suppressed", "promoted")
+        row = [name, _signed(c["effect"]) if effects else number(c["size"]), _signed(c["coefficient"])]
+        row += [number(c["size"])] if effects else []
+        row += [_words(value[end]) for end in ends]
+        rows.append([*row, _trigger(triggers[name], c["coefficient"])] if triggers is not None else row)
+    heads = ["channel", "effect", "coefficient", "size"] if effects else ["channel", "size", "coefficient"]
+    heads += ["what it writes promotes", "and suppresses"] + (["fires most on"] if triggers is not None else [])
+    what = f"effects on the logit of {quoted(position['token']['text'])}" if effects else "contributions |m|·‖v‖"
+    table(f"The {len(best)} channels with the largest {what}:", heads, rows, numbers=False)
+
+
+def _trigger(known: dict[str, Any], coefficient: float) -> str:
+    some = known["positive" if coefficient >= 0 else "negative"]
+    if not some:
+        return "–"
+    text = "".join(f"[{piece}]" if peak else piece for piece, peak in some[0]["text"])
+    return " ".join(text.split())
+
+
+def _edit(edit: dict[str, Any]) -> None:
+    print()
+    print(f"Edited: {', '.join(edit['given'])}")
+    for note in edit["notes"]:
+        print(note)
+    rows = [[quoted(t["text"]), _p(t["before"]), _p(t["after"])] for t in edit["tokens"]]
+    if rows:
+        table("", ["next token", "before", "after"], rows)
+    if edit["before"] is not None:
+        print(f"text before: {quoted(edit['before'])}")
+        print(f"text after:  {quoted(edit['after'])}")
+    if "cosine" in edit:
+        print(f"cosine of the sentence's vector before and after: {edit['cosine']:.6f}")
+
+
+def _check(found: dict[str, Any]) -> None:
+    print()
+    print(f"Checked on {found['prompts']} prompts:")
+    said = {None: "not checked", True: "yes", False: "NO"}
+    for finding in found["findings"]:
+        print(f"- {said[finding['holds']]}: {finding['words']}")
+    print(f"The memory view of {found['model']} {found['verdict']}.")
