@@ -12,8 +12,7 @@ from .figures import BLUE, GREY, ORANGE, PURPLE
 from .product import TARGETS, WIDTHS
 
 Rows = list[dict[str, Any]]
-_KIND_COLORS = {"relu": BLUE, "silu": PURPLE, "reglu": ORANGE, "swiglu": "#c9920e", "gelu_erf": "#3b7d4f",
-                "geglu": "#a03a5f"}  # fmt: skip
+_KIND_COLORS = {"relu": BLUE, "silu": PURPLE, "reglu": ORANGE, "swiglu": "#c9920e", "gelu_erf": "#3b7d4f"}
 
 
 def recovery(rows: Rows, d_model: int) -> Any:
@@ -93,7 +92,7 @@ def products(result: dict[str, Any]) -> Any:
         panel.text(WIDTHS[-1], one * 1.12, "one SwiGLU channel", ha="right", fontsize=9, color=GREY)
         axes(panel, target, "channels", "error / standard deviation of the target")
         panel.set_xscale("log", base=2)
-        panel.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
+        panel.set_xticks([1, 2, 4, 8, 16, 24], ["1", "2", "4", "8", "16", "24"])
         panel.minorticks_off()
     panels[1].set_ylabel("")
     panels[0].legend(fontsize=9, frameon=False, loc="lower left")
