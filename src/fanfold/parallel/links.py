@@ -82,7 +82,7 @@ def fit(points: Sequence[Point]) -> Links:
             break
         used.pop(int(found.argmin()))
     most = max(p.ranks for p in points)
-    link = Link(bytes_per_s=1.0 / x[2] if x[2] > 0 else float("inf"), step_s=float(x[1]))
+    link = Link(bytes_per_s=float(1.0 / x[2]) if x[2] > 0 else float("inf"), step_s=float(x[1]))
     return Links(devices_per_node=most, intra=link, inter=link, base_s=float(x[0]), source="fitted to measured times")
 
 
