@@ -18,10 +18,10 @@ from ... import activations
 from ...spec import Spec
 from ...weights import Weights
 from ..layers import coefficients
+from ..selective import TAIL
 
 LOW, OCTAVES = -14, 24  # the histogram's bins: |m| in [2^e, 2^(e+1)) for e = LOW … LOW + OCTAVES - 1, for either sign
 BINS = 2 * OCTAVES + 1  # from the most negative to the most positive, exact zeros in the middle; the ends are open
-TAIL = 0.2  # share of the output that inactive channels may carry, as in Zhang et al. 2024 (ReLU² Wins)
 _SAMPLE = 256  # tokens that the threshold of activity is found on
 
 
@@ -105,14 +105,17 @@ class Accumulator:
         self.active = torch.zeros(channels, dtype=torch.int64)
         self.histogram = torch.zeros(channels, BINS, dtype=torch.int64)
 
-    def update(self, m_BTF: Tensor, sequence_B: Tensor) -> None:
-        """Take in the coefficients of a batch. Raises ValueError if one is not a number."""
+    def update(self, m_BTF: Tensor, sequence_B: Tensor, first: int = 0) -> None:
+        """Take in the coefficients of a batch, whose tokens are those of the sequences from position `first` on.
+
+        Raises ValueError if one is not a finite number.
+        """
         for sign, top in self.ends.items():
             value, position = (m_BTF if sign > 0 else -m_BTF).max(1)
             if not bool(value.isfinite().all()):
                 bad = int((~value.isfinite()).any(1).nonzero()[0, 0])
                 raise ValueError(f"sequence {int(sequence_B[bad])} gives coefficients that are not finite numbers")
-            top.update(value, position, sequence_B)
+            top.update(value, position + first, sequence_B)
         m_TF = m_BTF.flatten(0, 1)
         self._moments(m_TF)
         self.active += (m_TF.abs() > self.active_above).sum(0)

@@ -31,7 +31,7 @@ from .watch import Watch
 
 Progress = Callable[[int, int], None]
 _SEQUENCE, _BATCH, _TOP = 128, 8, 20
-_EVERY = 20.0  # seconds between checkpoints, and at least this many times what one takes
+_EVERY, _SPARE = 20.0, 20.0  # seconds between checkpoints, and at least so many times what the last one took
 
 
 def index(
@@ -58,8 +58,10 @@ def index(
     anatomy    what `memory.anatomy(model)` gave, to spare finding again.
     progress   called with (bytes of text done, bytes of all texts); the second is 0 where it is not known ahead.
     -> Index. Both ends are kept, separately, of channels whose coefficient is signed (gated FFNs). Special tokens that
-    the tokenizer adds are read by the model and not counted. Coefficients are computed in float32 from what the FFN
-    reads. The same call with the same number of threads gives the same index, however often it was killed between.
+    the tokenizer adds are read by the model and not counted; where it adds none in front, neither is the first token of
+    a sequence, which models use as an attention sink (the sequences of a text overlap by it). Coefficients are computed
+    in float32 from what the FFN reads. The same call with the same number of threads gives the same index, however
+    often it was killed between.
     Raises ValueError for texts without text, a model or settings that do not fit, or a directory with another job's
     index. Source of the triggers: Geva et al. 2021, arXiv:2012.14913.
     """
@@ -141,13 +143,13 @@ class _Work:
                 raise self._another_text("the text given goes on after it")
             self.chain = chain(self.chain, batch)
             self.position += 1
-            self.tokens += sum(len(s.ids) for s in batch)
+            self.tokens += sum(len(s.ids) - self.stream.uncounted for s in batch)
             if self.position > self.resumed:
                 self._read(batch)
                 if time.monotonic() - at > wait:
                     at = time.monotonic()
                     self._checkpoint()
-                    wait = max(_EVERY, 20 * (time.monotonic() - at))
+                    wait = max(_EVERY, _SPARE * (time.monotonic() - at))
                     at = time.monotonic()
             elif self.position == self.resumed:
                 self._resume()
@@ -174,13 +176,14 @@ class _Work:
     def _take(self, layer: Layer, x_BTD: Tensor) -> None:
         """One layer's share of a batch, while the model runs."""
         weights = layer.weights()
-        x_BTD = x_BTD[:, len(self.stream.prefix) : x_BTD.shape[1] - len(self.stream.suffix)]
+        first = self.stream.uncounted
+        x_BTD = x_BTD[:, len(self.stream.prefix) + first : x_BTD.shape[1] - len(self.stream.suffix)]
         if layer.index not in self.layers:
             above = threshold(weights, x_BTD.flatten(0, 1)) / weights.down.norm(dim=0)
             # a value of zero has no contribution, whatever its coefficient
             above = above.where(weights.down.norm(dim=0) > 0, torch.inf)
             self.layers[layer.index] = self._accumulator(layer, above)
-        self.layers[layer.index].update(coefficients(weights, x_BTD).coefficient, self.batch)
+        self.layers[layer.index].update(coefficients(weights, x_BTD).coefficient, self.batch, first)
 
     def _accumulator(self, layer: Layer, active_above: Tensor) -> Accumulator:
         return Accumulator(layer.spec.d_ff, self.job["top"], is_signed(layer.spec), active_above)
@@ -213,7 +216,7 @@ class _Work:
             store.db.execute("DELETE FROM skipped")
             store.add("skipped", self.stream.sources.skipped, 2)
             store.set_meta(position=self.position, chain=self.chain, tokens=self.tokens, name=self.name)
-            store.set_meta(sequences=self.stream.sequences, special=[self.stream.prefix, self.stream.suffix])
+            store.set_meta(sequences=self.stream.sequences, prefix=self.stream.prefix, uncounted=self.stream.uncounted)
         self.new = []
 
     def _row(self, s: Sequence) -> tuple[Any, ...]:

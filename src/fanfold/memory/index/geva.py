@@ -92,7 +92,7 @@ def geva(
             progress(done, steps)
     counts = Counts(found, {r["layer"]: r["threshold"] for r in index.layers}, tops)
     with torch.no_grad():
-        for ids, ends in prefixes(sample, seed, index.meta["special"]):
+        for ids, ends in prefixes(sample, seed, index.meta["prefix"], index.meta["uncounted"]):
             counts.add(model, ids, ends)
             if progress is not None:
                 progress(done + counts.prefixes, steps)
@@ -198,6 +198,8 @@ def _notes(index: Index, anatomy: Anatomy, vocabulary: int, both: bool) -> list[
         "random, since common tokens agree more often than that",
         f"triggers: {top} sequences for each end of a channel, one maximum position in each",
     ]
+    if index.meta["uncounted"]:
+        out.append("the first token of a sequence, an attention sink in many models, is neither trigger nor prefix end")
     if anatomy.norm_kind != "none":
         out.append(
             "the model has a final norm, the paper's has none: states are read through it, values and updates through "

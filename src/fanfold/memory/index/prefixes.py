@@ -79,20 +79,20 @@ def values(reader: Reader, down_DF: Tensor, signs: tuple[int, ...]) -> Values:
 
 
 def prefixes(
-    sample: list[tuple[int, np.ndarray[Any, Any]]], seed: int, special: tuple[list[int], list[int]]
+    sample: list[tuple[int, np.ndarray[Any, Any]]], seed: int, special: list[int], uncounted: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(token ids [B, T], position of each prefix's end [B]): one random position per sequence, in batches.
 
+    special  tokens before each sequence;  uncounted  first positions of a sequence that are not drawn.
     Tokens after a prefix's end are there where another of the batch is longer; a causal model does not see them.
     """
-    ends = [(int(np.random.default_rng([seed, i]).integers(len(ids))), i, ids) for i, ids in sample]
+    ends = [(int(np.random.default_rng([seed, i]).integers(uncounted, len(ids))), i, ids) for i, ids in sample]
     ends.sort(key=lambda e: e[:2])
-    before = special[0]
     for at in range(0, len(ends), _BATCH):
         some = ends[at : at + _BATCH]
         length = some[-1][0] + 1
-        rows = [[*before, *ids[:length].tolist(), *[int(ids[0])] * (length - len(ids))] for _, _, ids in some]
-        yield torch.tensor(rows), torch.tensor([len(before) + end for end, _, _ in some])
+        rows = [[*special, *ids[:length].tolist(), *[int(ids[0])] * (length - len(ids))] for _, _, ids in some]
+        yield torch.tensor(rows), torch.tensor([len(special) + end for end, _, _ in some])
 
 
 class Counts:

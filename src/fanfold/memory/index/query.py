@@ -25,8 +25,8 @@ _COLUMNS = ("value_norm", "frequency", "mean", "variance", "positive", "zero", "
 class Index:
     """A finished index; `Index.open(directory)`. Close it, or use it in a `with`.
 
-    meta    "name" of the model, "job" (settings and hashes), "tokens", "sequences", "d_model", and
-            "special": the token ids that the tokenizer puts before and after a text.
+    meta    "name" of the model, "job" (settings and hashes), "tokens" counted, "sequences", "d_model",
+            "prefix" (special tokens before each sequence), "uncounted" (tokens at its start that are not counted).
     layers  a dict each: "layer", "path", "ffn", "d_model", "d_ff", "signed", and "threshold", the contribution size
             |m|·‖v‖ above which a channel counts as active: 0 where the activation has exact zeros, else such that all
             smaller contributions add up to 20 % of the output's norm, on the first tokens of the text.
@@ -35,7 +35,7 @@ class Index:
 
     def __init__(self, store: Store) -> None:
         self._store, self._db = store, store.db
-        keys = ("name", "job", "tokens", "sequences", "d_model", "special")
+        keys = ("name", "job", "tokens", "sequences", "d_model", "prefix", "uncounted")
         self.meta: dict[str, Any] = {key: store.meta(key) for key in keys}
         columns = ("layer", "path", "ffn", "d_model", "d_ff", "signed", "threshold")
         rows = self._db.execute(f"SELECT {', '.join(columns)} FROM layers ORDER BY layer")

@@ -18,7 +18,7 @@ NONE = -1  # "no token follows"
 class Sequence:
     """Consecutive tokens of one text: what the model reads at once, less the special tokens around it.
 
-    id      0, 1, … in order of appearance;  source  name of the text;  offset  tokens of it that came before.
+    id      0, 1, … in order of appearance;  source  name of the text;  offset  tokens of it before the first one here.
     ids     [tokens] int32;  following  the token after the last one, or -1 at the end of the text.
     """
 
@@ -35,14 +35,23 @@ class Stream:
     sources    see `Sources`;  tokenizer  of the model.
     length     tokens that the model reads at once, special tokens included; the last sequence of a text is shorter.
     size       sequences in a batch. All of a batch have one length, so that nothing is padded.
+
+    uncounted  tokens at the start of each sequence that are read and not counted: models make a special case of the
+               first token they read, whatever it is (in SmolLM2's layer 11 its update is 800 times as large as others:
+               an attention sink), and it would be the trigger of whole layers. 0 where the tokenizer puts a special
+               token there; else 1, the last token of the sequence before, so that only a text's first token is lost.
     """
 
     def __init__(self, sources: Sources, tokenizer: Any, length: int, size: int) -> None:
         self.sources, self.tokenizer, self.size = sources, tokenizer, size
         self.prefix, self.suffix = special_tokens(tokenizer)
+        self.uncounted = 0 if self.prefix else 1
         self.content = length - len(self.prefix) - len(self.suffix)
-        if self.content < 1:
-            raise ValueError(f"sequence={length} leaves no room beside {len(self.prefix + self.suffix)} special tokens")
+        if self.content <= self.uncounted:
+            raise ValueError(
+                f"sequence={length} is too short: {length - self.content + self.uncounted} tokens of it are "
+                "not counted (special ones, or the first)"
+            )
         self.sequences = 0
 
     def batches(self) -> Iterator[list[Sequence]]:
@@ -72,12 +81,12 @@ class Stream:
                     break
                 while len(waiting) > self.content:
                     yield self._sequence(name, offset, waiting[: self.content], waiting[self.content])
-                    waiting = waiting[self.content :]
-                    offset += self.content
-            if waiting:
+                    offset += self.content - self.uncounted
+                    waiting = waiting[self.content - self.uncounted :]
+            if len(waiting) > self.uncounted:
                 yield self._sequence(name, offset, waiting, NONE)
             elif not offset:
-                self.sources.skip(name, reason)
+                self.sources.skip(name, "it has one token, which alone is not counted" if waiting else reason)
 
     def _unknown(self, ids: list[int]) -> bool:
         unknown = getattr(self.tokenizer, "unk_token_id", None)
