@@ -83,6 +83,10 @@ def test_a_layer_filters_the_channels(opened):
     expected = sorted(given["positions"][4]["layers"][8]["channels"], key=lambda one: -abs(one["effect"]))
     assert keys == [f"8:{one['channel']}" for one in expected]
     assert "Layer 8" in text(tab, "#layer h3")
+    facts = "list => [...list.childNodes].map((one) => one.querySelector?.('dt').textContent ?? one.data)"
+    assert tab.eval_on_selector("#layer dl", facts) == [
+        "attention", "FFN", "update ‖y‖", "residual ‖h‖", "ten largest channels",
+    ]  # fmt: skip
     assert tab.evaluate("document.activeElement.closest('tr').dataset.layer") == "8"  # the focus stays
     tab.keyboard.press("ArrowDown")
     tab.keyboard.press("Enter")
@@ -149,6 +153,20 @@ def test_the_heat_map_chooses_layer_and_token(opened):
     assert text(tab, "#layer h3") == "Layer 8"
     assert len(tab.query_selector_all("#heat .cell")) == 60
     assert len(tab.query_selector_all("#heat .cell[tabindex='0']")) == 1
+
+
+def test_colours_of_the_heat_map_follow_the_numbers(opened):
+    """Larger is darker, and a first token hundreds of times away from the rest leaves the rest its differences."""
+    given = small()
+    given["heat"][0] = [300.0, 1e-4] * 6
+    tab = opened(page(given))
+    read = "cells => cells.map((one) => [one.at, one.layer, parseFloat(one.style.getPropertyValue('--much'))])"
+    much = tab.eval_on_selector_all("#heat .cell", read)
+    by_value = [m for _, m in sorted((given["heat"][at][layer], m) for at, layer, m in much)]
+    assert by_value == sorted(by_value)
+    assert (by_value[0], by_value[-1]) == (0, 100)
+    rest = [m for at, _, m in much if at > 0]
+    assert max(rest) - min(rest) > 50
 
 
 def test_search(opened):

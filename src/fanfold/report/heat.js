@@ -1,11 +1,12 @@
 // Layer × token: the size of every FFN's update beside its residual, on a logarithmic scale; and the selective response.
 
-/** A logarithmic scale between the 5th and the 95th percentile: first tokens and layers write updates a hundred times
-    as large as all others, which would leave the rest one colour. */
+/** A logarithmic scale about the median, eight times up and down at most. A first token that serves as a sink, and the
+    layers that make it one, are hundreds of times away from all the rest, which would be left one colour. */
 function heatScale() {
   const all = doc.heat.flat().filter((value) => value > 0).sort((a, b) => a - b);
-  const low = all[Math.floor(0.05 * (all.length - 1))] ?? 1;
-  const high = Math.max(all[Math.ceil(0.95 * (all.length - 1))] ?? 1, 1.01 * low);
+  const at = (share) => all[Math.round(share * (all.length - 1))] ?? 1;
+  const low = Math.max(at(0.02), at(0.5) / 8);
+  const high = Math.max(Math.min(at(0.98), at(0.5) * 8), 1.01 * low);
   const much = (value) => (value > 0 ? Math.max(0, Math.min(1, Math.log(value / low) / Math.log(high / low))) : 0);
   return { low, high, much, ticks: [0, 1, 2, 3, 4, 5, 6].map((step) => low * (high / low) ** (step / 6)) };
 }
@@ -86,10 +87,12 @@ function drawSelective() {
   const text = (key, value) => (tops[key] <= 1 ? percent(value) : short(value));
   fill(byId("selective-charts"), measures.map(([key, name, what]) => {
     const end = tops[key] <= 1 ? 1 : tops[key];
-    return h("figure", { class: "chart", role: "img", "aria-label": `${name}: ${rows.map((row) => `layer ${row.layer} ${text(key, row[key])}`).join(", ")}` },
-      h("h3", {}, name), h("p", { class: "soft small" }, what),
+    const least = Math.min(...rows.map((row) => row[key] ?? 0));
+    const title = [h("h3", {}, name), h("p", { class: "soft small" }, what)];
+    if (least === tops[key] && rows.length > 1) return h("figure", { class: "chart" }, title, h("p", { class: "same" }, `${text(key, least)} in every layer`));
+    return h("figure", { class: "chart", role: "img", "aria-label": `${name}: ${rows.map((row) => `layer ${row.layer} ${text(key, row[key])}`).join(", ")}` }, title,
       h("div", { class: "plot" }, rows.map((row) => h("i", { "data-layer": row.layer, title: `layer ${row.layer}: ${text(key, row[key])}`, "--long": `${(100 * (row[key] ?? 0)) / end}%` }))),
-      h("div", { class: "axis" }, h("span", {}, `layer ${rows[0].layer}`), h("span", {}, `${text(key, Math.min(...rows.map((row) => row[key] ?? 0)))} – ${text(key, tops[key])}`), h("span", {}, `${rows.at(-1).layer}`)));
+      h("div", { class: "axis" }, h("span", {}, `layer ${rows[0].layer}`), h("span", {}, `${text(key, least)} – ${text(key, tops[key])}`), h("span", {}, `${rows.at(-1).layer}`)));
   }), h("details", { class: "numbers" }, h("summary", {}, "The same as numbers"),
     h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Layer"), measures.map(([, name]) => h("th", { scope: "col", class: "number" }, name)))),
       h("tbody", {}, rows.map((row) => h("tr", {}, h("td", {}, row.layer), measures.map(([key]) => h("td", { class: "number" }, text(key, row[key])))))))));

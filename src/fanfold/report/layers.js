@@ -117,7 +117,7 @@ function drawLayer() {
   fill(byId("layer"),
     h("h3", {}, `Layer ${layer.layer}`),
     h("dl", { class: "facts small" },
-      effects() && fact("attention", signed(layer.attention)), effects() && fact("FFN", signed(layer.ffn)), layer.bias && fact("of which bias", signed(layer.bias)),
+      effects() && fact("attention", signed(layer.attention)), effects() && fact("FFN", signed(layer.ffn)), layer.bias ? fact("of which bias", signed(layer.bias)) : null,
       fact("update ‖y‖", short(layer.update_norm)), fact("residual ‖h‖", short(layer.residual_norm)),
       known(layer.top10_share) && fact("ten largest channels", `${percent(layer.top10_share)} of all sizes`)),
     layer.update_tokens?.length > 0 && h("p", { class: "small" }, h("span", { class: "soft" }, "Its FFN’s update points to "), tokenList(layer.update_tokens.map((pair) => pair[0]))),
