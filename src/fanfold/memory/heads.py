@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels import packed
+from ..models import emulate
 from ..models.laboratory import ALLOWED, relative
 from ..models.linears import is_linear
+from ..models.packed_state import PackedLinearState
 from ..numerics import UNIT_ROUNDOFF, dtype_name
+from ..weights import to_float64
 from .layers import plain_matrix
 from .norms import Norm, no_norm, recognise
 from .taps import copied
@@ -29,6 +33,7 @@ class Head:
     path       of the head, or of the input embedding where there is no head; None if there is neither.
     is_head    whether it gives logits;  note  what it is, in words, where it does not.
     norm       the final norm, norm_path its path;  why_not  why the formula does not hold for the model, or "".
+    error      of the formula against what the head gave, relative.
     """
 
     path: str | None
@@ -39,6 +44,7 @@ class Head:
     input_scale: float = 1.0
     logit_scale: float = 1.0
     softcap: float | None = None
+    error: float = 0.0
     why_not: str = ""
 
 
@@ -69,6 +75,7 @@ def look_at_head(
     head = Head(event.path, True)
     if event.x.shape[-1] != width:
         head.why_not = f"its head reads {event.x.shape[-1]} dimensions, its layers write {width}"
+        head.path, head.note = None, f"{head.why_not}: values cannot be read as tokens"
     elif final is None or final.shape != event.x.shape:
         head.why_not = "the state that leaves the last block is not what leads to its head"
     else:
@@ -161,10 +168,23 @@ def _check(head: Head, event: Event, final: Tensor) -> str:
     z = nn.functional.linear(head.norm.apply(final) * head.input_scale, e_VD)
     if module.bias is not None:
         z = z + module.bias.detach().cpu().double()
-    error = relative(event.y.cpu(), z)
-    if error <= _allowed(event.y):
+    head.error = relative(event.y.cpu(), z)
+    if head.error <= _allowed(event.y) + _rounding(module, event.x):
         return ""
-    return f"its logits are not its head times the norm of the last state: relative error {error:.1e}"
+    return f"its logits are not its head times the norm of the last state: relative error {head.error:.1e}"
+
+
+def _rounding(module: Any, x: Tensor) -> float:
+    """What rounding of activations changes in the outputs of a packed head, relative."""
+    state = module.__dict__.get("_fanfold")
+    if not isinstance(state, PackedLinearState) or not state.holds(module):
+        return 0.0
+    (part,) = state.weight.parts
+    flat = to_float64(x.flatten(0, -2))
+    if part.activations == "int8" and packed.arithmetic(x.dtype, part, len(flat)) == "bf16":
+        return 4 * UNIT_ROUNDOFF["bfloat16"]
+    rounded = emulate.linear(flat, part, None)
+    return relative(torch.from_numpy(rounded.y), torch.from_numpy(rounded.exact))
 
 
 def _allowed(t: Tensor) -> float:

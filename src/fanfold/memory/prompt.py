@@ -31,6 +31,9 @@ class Prompt:
     @classmethod
     def of(cls, model: nn.Module, tokenizer: Any, prompt: Any) -> Prompt:
         """Raises ValueError if the prompt has no token, does not fit the model, or is text without a tokenizer."""
+        reads = getattr(model, "main_input_name", "input_ids")
+        if reads != "input_ids":
+            raise ValueError(f"{type(model).__name__} reads {reads}, not tokens: memory.capture takes any inputs")
         vocabulary = Vocabulary(tokenizer)
         if isinstance(prompt, str):
             if tokenizer is None:

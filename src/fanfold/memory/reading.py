@@ -253,25 +253,33 @@ class Reading:
         return self.effects_why_not is None and layer.direct
 
     def to_dict(
-        self, top: int = 8, positions: Iterable[int] | None = None, values: bool = True, index: Index | None = None
+        self,
+        top: int = 8,
+        positions: Iterable[int] | None = None,
+        values: bool = True,
+        index: Index | None = None,
+        token: int | str | None = None,
     ) -> dict[str, Any]:
         """The reading as a dict of plain JSON values, what `fanfold.report.page` shows.
 
         top  channels per layer and position;  positions  default all;  values  whether the tokens of each channel's
-        value are in it;  index  the model's `memory.index`, for what triggers each channel.
+        value are in it;  index  the model's `memory.index`, for what triggers each channel;  token  the one that is
+        explained at every position, by default the model's own most likely there.
         """
         from .document import document
 
-        return document(self, top, positions, values, index)
+        return document(self, top, positions, values, index, token)
 
-    def save_html(self, path: str | os.PathLike[str], index: Index | None = None) -> Path:
-        """Write the report: one HTML file without a server or network. -> its path."""
+    def save_html(
+        self, path: str | os.PathLike[str], index: Index | None = None, token: int | str | None = None
+    ) -> Path:
+        """Write the report: one HTML file without a server or network; index, token as in `to_dict`. -> its path."""
         from ..report import page
 
         target = Path(path)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            partial.write_text(page(self.to_dict(index=index)), encoding="utf-8")
+            partial.write_text(page(self.to_dict(index=index, token=token)), encoding="utf-8")
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
@@ -340,6 +348,11 @@ def _notes(reading: Reading) -> list[str]:
         )
     if head.softcap is not None:
         notes.append(f"The model caps its logits softly at {head.softcap:g}; effects add up to the logit before that.")
+    if head.error > 1e-4:
+        notes.append(
+            f"The model's head gives logits {head.error:.1%} (rms) beside those that effects add up to: it computes in "
+            "a coarser format."
+        )
     if reading.anatomy.left:
         path, reason = reading.anatomy.left[0]
         notes.append(f"{len(reading.anatomy.left)} FFNs are not read; {path}: {reason}")

@@ -59,7 +59,7 @@ def sum_rule(
     exact = reference.forward(x, weights)
     scale = float(np.sqrt(np.mean(exact**2))) or 1.0 if exact.size else 1.0
     ours = numerics.compare(total, exact, _in_torch(x, weights, torch.float32), dtype=torch.float32)
-    truth, beside, kind, name = exact, None, dtype, numerics.dtype_name(dtype)
+    truth, rounded, beside, kind, name = exact, np.zeros_like(exact), None, dtype, numerics.dtype_name(dtype)
     held = packed_weights(layer, weights)
     if held is not None and emulate.quantizes(held):
         if _rounds_to_bfloat16(x, held, dtype):
@@ -69,12 +69,12 @@ def sum_rule(
             whole = emulate.ffn(to_float64(x), held).scaled(factor)
             in_torch = to_float64(emulate.ffn_in_torch(x, held)) * factor
             truth = whole.settled(y)
+            rounded = (truth - whole.exact) / scale
             beside = in_torch - whole.settled(in_torch) + truth  # PyTorch's error, at its own roundings' edges
             name = f"{held.up.format} on int8 activations"
     beside = _in_torch(x, weights, kind) if beside is None else beside
     theirs = numerics.compare(y, truth, beside, dtype=kind)
     grain = numerics.FACTOR * numerics.UNIT_ROUNDOFF[numerics.dtype_name(dtype)] * largest / scale
-    rounded = (truth - exact) / scale
     gap = (total - to_float64(y)) / scale
     return SumRule(
         layer=layer.index,

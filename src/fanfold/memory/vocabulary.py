@@ -13,6 +13,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.text = functools.lru_cache(maxsize=None)(self._text)
+        self._special = set(getattr(tokenizer, "all_special_ids", ()))
         self._anchor: list[int] = [] if tokenizer is None else self.encode("a")[-1:]
         self._start = 0 if tokenizer is None else len(self._decode([]))
 
@@ -40,8 +41,8 @@ class Vocabulary:
     def _text(self, token: int) -> str:
         if self.tokenizer is None:
             return f"<{token}>"
-        text = self._decode([token])[self._start :]
-        if "\ufffd" in text or not text:  # a part of a character, or a token that decodes to nothing
+        text = "" if token in self._special else self._decode([token])[self._start :]
+        if "\ufffd" in text or not text:  # special, part of a character, or a token that decodes to nothing
             piece = self.tokenizer.convert_ids_to_tokens(token)
             return str(piece) if piece else f"<{token}>"
         return text

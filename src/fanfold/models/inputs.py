@@ -60,8 +60,9 @@ def record_calls(
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     error = ""
     with torch.no_grad(), quiet(model):
-        for path in paths:
-            model.get_submodule(path).register_forward_pre_hook(recorder(path), with_kwargs=True)
+        handles = [
+            model.get_submodule(path).register_forward_pre_hook(recorder(path), with_kwargs=True) for path in paths
+        ]
         try:
             if isinstance(inputs, dict):
                 model(**{k: placed(v, like) for k, v in inputs.items()})
@@ -71,4 +72,7 @@ def record_calls(
                 model(placed(inputs, like))
         except Exception as failure:  # the model is somebody else's code: whatever it raises is the reason we report
             error = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+        finally:
+            for handle in handles:  # `quiet` drops them, but not what torch notes beside of hooks that take kwargs
+                handle.remove()
     return calls, error
