@@ -54,8 +54,8 @@ class Row:
 def silence(model: nn.Module, anatomy: Anatomy, reading: Reading, top: int, seeds: list[int]) -> Row:
     """Run a prompt's variants: the model as it is, promoters silenced, those that have controls, each seed's controls.
 
-    A control of a promoter is a random channel of its layer that is about as large (`ALIKE`); from it is taken exactly
-    as much: the written difference has the same norm.
+    A control of a promoter is a random channel of its layer that is about as large (`ALIKE`); its coefficient is lowered
+    by so large a share that exactly as much is taken, by the sizes in the model as it is.
     """
     token = reading.explained(-1)
     able = [r for r in reading.layers if reading.has_effects(r.layer)]

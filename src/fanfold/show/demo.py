@@ -1,19 +1,23 @@
-"""`fanfold demo`: the main job on two real models, SmolLM2-135M and all-MiniLM-L6-v2."""
+"""`fanfold demo`: the main job on two real models, SmolLM2-135M and all-MiniLM-L6-v2, and a look into the first."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from . import bench, card, outcome
+from . import bench, card, outcome, reading
 from .models import Loaded, load
 from .output import number, progress
 
 FORMATS: dict[str, tuple[str | None, ...]] = {"smollm2": (None, "bf16"), "minilm": (None, "bf16")}
 
 
-def demo(settings: bench.Settings, show: bool) -> dict[str, Any]:
-    """Card, swap and bench of both models, printed on the way if `show`; -> everything as plain values."""
+def demo(settings: bench.Settings, show: bool, report: Path) -> dict[str, Any]:
+    """Card, swap and bench of both models, printed on the way if `show`, and the report of a reading of the one that
+    writes text, as the file `report`; -> everything as plain values."""
+    reading.check_report(report)
     out: dict[str, Any] = {"models": []}
+    writers: list[tuple[Loaded, list[Any]]] = []
     for name, formats in FORMATS.items():
         with progress(f"loading {name}"):
             loaded = load(name, copies=2.0)
@@ -29,11 +33,18 @@ def demo(settings: bench.Settings, show: bool) -> dict[str, Any]:
                 bench.show(runs[-1])
                 print()
         out["models"].append({"card": sheet, "runs": runs})
+        if loaded.kind == "causal":
+            writers.append((loaded, found))
     out["verified"] = [line for entry in out["models"] for run in entry["runs"] for line in verified(run)]
     if show:
         print("Verified in this run:")
         for line in out["verified"]:
             print(f"- {line}")
+    for loaded, found in writers[:1]:
+        out["reading"] = reading.look(loaded, found, report)
+        if show:
+            print()
+            print(reading.words(out["reading"]))
     return out
 
 

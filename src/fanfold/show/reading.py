@@ -9,7 +9,7 @@ from typing import Any
 
 from . import text as texts
 from .models import Loaded
-from .output import progress
+from .output import percent, progress
 
 PROMPT = "The capital of France is"
 
@@ -35,14 +35,56 @@ class Request:
 def check_places(request: Request) -> None:
     """Refuse an index that cannot be read, or a report that could not be written, before a model is loaded."""
     if request.out is not None:
-        folder = request.out.parent
-        if request.out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            what = "is a folder" if request.out.is_dir() else f"cannot be written: {folder} is no folder to write in"
-            raise ValueError(f"-o {request.out} {what}; expected a file, as in report.html")
+        check_report(request.out)
     if request.index is not None:
         from ..memory.index import Index
 
         Index.open(request.index).close()
+
+
+def check_report(out: Path) -> None:
+    """Raise ValueError unless a file can be written there."""
+    if out.is_dir():
+        raise ValueError(f"-o {out} is a folder; expected a file, as in report.html")
+    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        raise ValueError(f"-o {out} cannot be written: {out.parent} is no folder to write in")
+
+
+def look(loaded: Loaded, found: list[Any], out: Path) -> dict[str, Any]:
+    """The report of `PROMPT` on a model, as a file, and in a few numbers. found: what `ff.find` gave."""
+    from ..memory.anatomy import anatomy
+    from ..memory.reading import read
+
+    with progress("reading"):
+        seen = read(loaded.model, loaded.tokenizer, PROMPT, anatomy=anatomy(loaded.model, found=found))
+        seen.name = Path(loaded.name).name
+        path = seen.save_html(out).resolve()
+    best = seen.predictions(-1, 1)[0]
+    shares = seen.shares(-1) if seen.effects_why_not is None else None
+    layer = None if shares is None else max(shares.layers, key=lambda row: row.ffn)
+    return {
+        "model": seen.name,
+        "prompt": PROMPT,
+        "token": best.text,
+        "p": best.p,
+        "layer": None if layer is None else layer.layer,
+        "effect": None if layer is None else layer.ffn,
+        "sum_rule": {"layers": len(seen.sum_rule), "holds": sum(rule.holds for rule in seen.sum_rule)},
+        "report": str(path),
+    }
+
+
+def words(seen: dict[str, Any]) -> str:
+    """What `look` found, in two sentences."""
+    rule = seen["sum_rule"]
+    most = ""
+    if seen["layer"] is not None:
+        most = f"; of the FFNs, that of layer {seen['layer']} adds most to its logit, {seen['effect']:+.2f}"
+    return (
+        f"{seen['model']} reads {seen['prompt']!r} and says {seen['token']!r} ({percent(seen['p'])}){most}. In "
+        f"{rule['holds']} of {rule['layers']} layers, what the channels write adds up to the layer's output.\n"
+        f"Which channels carried it is in the report, to open in a browser: {seen['report']}"
+    )
 
 
 def run(loaded: Loaded, request: Request) -> dict[str, Any]:
@@ -73,7 +115,8 @@ def run(loaded: Loaded, request: Request) -> dict[str, Any]:
         from ..memory.check import check
 
         with progress("checking on prompts") as step:
-            document["check"] = check(loaded.model, loaded.tokenizer, anatomy=found, progress=step).to_dict()
+            found_so = check(loaded.model, loaded.tokenizer, anatomy=found, progress=step)
+            document["check"] = {**found_so.to_dict(), "model": reading.name}
     return document
 
 
