@@ -71,10 +71,13 @@ bench MODEL --format --dtype --backend --prompt-tokens --new-tokens --repeats --
 cost WHAT --variant --bias --tokens --format --group --hardware --tp --heads --kv-heads --head-dim --context \
 --sequences --dtype --compute --sweep --plot --plan --devices --target-ms --intra-GBps --intra-us --inter-GBps \
 --inter-us --base-us --devices-per-node --probe --list --why --json
-demo --repeats --json
+demo --repeats --out --json
 doctor --json
+index WHAT FILES --out --top --sequence --batch --search --token --channel --layer --limit --geva --model --prefixes \
+--json
 inspect MODEL --json
 quantize MODEL --out --format --method --activations --calibration --tokens --json
+read MODEL PROMPT --layer --position --token --top --edit --new-tokens --check --index --out --json
 size --d-model --variant --bias --budget --params --flops-per-token --bytes --tp --format --group --hardware \
 --multiple-of --tokens --like --multiplier --explain --limit --measure --list --why --json
 swap MODEL --format --backend --dtype --linears --activations --calibration --calibration-tokens --checkpoint --json
@@ -555,16 +558,22 @@ def test_bench_without_room_for_new_tokens(tiny):
     assert "does not fit a context of 96" in fails("bench", tiny, "--new-tokens", "96", "--repeats", "1")
 
 
-def test_demo_runs_all_of_it(tiny, tiny_bert, monkeypatch):
+def test_demo_runs_all_of_it(tiny, tiny_bert, monkeypatch, tmp_path):
     small = functools.partial(bench.Settings, prompt_tokens=8, new_tokens=4, text_tokens=150)
     monkeypatch.setattr(bench, "Settings", small)
     monkeypatch.setattr(demo_module, "FORMATS", {str(tiny): (None, "bf16"), str(tiny_bert): (None,)})
-    out = document("demo", "--repeats", "1")
+    out = document("demo", "--repeats", "1", "-o", tmp_path / "report.html")
     assert [len(m["runs"]) for m in out["models"]] == [2, 1]
     assert any("greedy text" in line for line in out["verified"])
     assert sum("rounding the weights to bf16 changes an FFN's output" in line for line in out["verified"]) == 1
     assert any("cosine" in line or "embeddings" in line for line in out["verified"])
-    assert "Verified in this run:" in invoke("demo", "--repeats", "1").stdout
+    assert out["reading"]["report"] == str((tmp_path / "report.html").resolve())
+    assert out["reading"]["sum_rule"] == {"layers": 2, "holds": 2}
+    (tmp_path / "report.html").unlink()
+    text = invoke("demo", "--repeats", "1", "-o", tmp_path / "report.html").stdout
+    assert "Verified in this run:" in text
+    assert text.endswith(f"to open in a browser: {tmp_path.resolve() / 'report.html'}\n")
+    assert "The capital of France is" in (tmp_path / "report.html").read_text()
 
 
 # --- doctor ---

@@ -236,13 +236,19 @@ def bench(
 
 @app.command()
 @guarded
-def demo(repeats: Repeats = 5, json: Json = False) -> None:
-    """The main job on two real models: card, swap and bench of SmolLM2-135M and all-MiniLM-L6-v2."""
+def demo(
+    repeats: Repeats = 5,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The report that it ends with, one HTML file.")] = Path(
+        "fanfold-demo.html"
+    ),
+    json: Json = False,
+) -> None:
+    """The main job on two real models: card, swap and bench of SmolLM2-135M and all-MiniLM-L6-v2; a look into one."""
     from . import demo as work
     from .bench import Settings
 
     with stdout_kept(json):
-        document = work.demo(Settings(repeats=repeats), show=not json)
+        document = work.demo(Settings(repeats=repeats), show=not json, report=out)
     if json:
         emit(document)
     _refuse_not_finite([run for entry in document["models"] for run in entry["runs"]])
