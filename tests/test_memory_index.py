@@ -353,7 +353,7 @@ def test_numbers_that_are_not_finite_name_their_text(tmp_path):
     broken = copy.deepcopy(model("gpt2"))
     with torch.no_grad():
         broken.get_submodule("transformer.h.1.mlp.c_fc").bias[3] = float("nan")  # type: ignore[index]
-    with pytest.raises(ValueError, match=r"text \d+, from token 0: sequence \d+ gives coefficients that are not"):
+    with pytest.raises(ValueError, match=r"tokens 0 to \d+ of text \d+ give coefficients that are not finite"):
         index(broken, tokenizer(), texts(3), tmp_path, anatomy=anatomy(broken))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from fanfold.memory.index import sources as module
 from fanfold.memory.index.sources import Sources
-from fanfold.memory.index.stream import NONE, Pieces, Stream, chain, encode
+from fanfold.memory.index.stream import NONE, Pieces, Stream, chain
 from memory_texts import byte_tokenizer, texts, tokenizer
 
 
@@ -115,7 +115,7 @@ def test_every_token_is_counted_once(marks, length):
     sequences = sorted((s for b in batches for s in b), key=lambda s: s.id)
     assert [s.id for s in sequences] == list(range(len(sequences)))
     for name, text in given.items():
-        ids, own = encode(tok, text), [s for s in sequences if s.source == name]
+        ids, own = Pieces(tok).encode(text), [s for s in sequences if s.source == name]
         counted = [int(t) for s in own for t in s.ids[stream.uncounted :]]
         assert counted == ids[stream.uncounted :]
         for s in own:
@@ -135,7 +135,7 @@ def test_every_token_is_counted_once(marks, length):
 
 def test_a_long_text_in_blocks_gives_the_tokens_of_the_whole(monkeypatch):
     text = "\n".join(texts(30).values())
-    whole = encode(tokenizer(), text)
+    whole = Pieces(tokenizer()).encode(text)
     monkeypatch.setattr(module, "BLOCK", 64)
     stream = Stream(Sources(text), tokenizer(), 16, 4)
     sequences = sorted((s for b in stream.batches() for s in b), key=lambda s: s.id)
@@ -147,6 +147,9 @@ def test_texts_without_tokens_are_skipped():
         """Knows nothing but one letter."""
 
         unk_token_id = 9
+
+        def decode(self, ids, **_):
+            return "a" * len(ids)
 
         def __call__(self, text, **_):
             return {"input_ids": [9 if c != "a" else 1 for c in text if c != "-"]}
@@ -185,13 +188,13 @@ def test_the_chain_tells_any_difference():
 @pytest.mark.parametrize("text", ["plain words", "naïve café ☃ 🙂🙂 end", "日本語", " leading", "tab\tand\nline", "a"])
 def test_pieces_join_to_the_text(text):
     tok = byte_tokenizer()
-    pieces = Pieces(tok)(encode(tok, text))
+    pieces = Pieces(tok)(Pieces(tok).encode(text))
     assert "".join(pieces) == text
-    assert len(pieces) == len(encode(tok, text))
+    assert len(pieces) == len(Pieces(tok).encode(text))
     assert "\ufffd" not in "".join(pieces)
 
 
 def test_pieces_keep_spaces_and_split_characters():
     tok = byte_tokenizer()
-    assert Pieces(tok)(encode(tok, "a é")) == ["a", " ", "", "é"]
-    assert Pieces(tokenizer())(encode(tokenizer(), "a cat sat")) == ["a", " cat", " sat"]
+    assert Pieces(tok)(Pieces(tok).encode("a é")) == ["a", " ", "", "é"]
+    assert Pieces(tokenizer())(Pieces(tokenizer()).encode("a cat sat")) == ["a", " cat", " sat"]

@@ -59,6 +59,14 @@ def threshold(weights: Weights, x: Tensor) -> float:
     return low
 
 
+class NotFiniteError(ValueError):
+    """A coefficient is NaN or infinite; `sequence` is the number of the sequence that it comes from."""
+
+    def __init__(self, sequence: int) -> None:
+        super().__init__(f"sequence {sequence} gives coefficients that are not finite numbers")
+        self.sequence = sequence
+
+
 class Top:
     """The K sequences in which each channel was strongest: one position in each, by strength, the earlier one first
     among equals.
@@ -108,13 +116,13 @@ class Accumulator:
     def update(self, m_BTF: Tensor, sequence_B: Tensor, first: int = 0) -> None:
         """Take in the coefficients of a batch, whose tokens are those of the sequences from position `first` on.
 
-        Raises ValueError if one is not a finite number.
+        Raises NotFiniteError, a ValueError, if one is not a finite number.
         """
         for sign, top in self.ends.items():
             value, position = (m_BTF if sign > 0 else -m_BTF).max(1)
             if not bool(value.isfinite().all()):
                 bad = int((~value.isfinite()).any(1).nonzero()[0, 0])
-                raise ValueError(f"sequence {int(sequence_B[bad])} gives coefficients that are not finite numbers")
+                raise NotFiniteError(int(sequence_B[bad]))
             top.update(value, position + first, sequence_B)
         m_TF = m_BTF.flatten(0, 1)
         self._moments(m_TF)

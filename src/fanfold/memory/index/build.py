@@ -21,12 +21,12 @@ from ..anatomy import Anatomy
 from ..anatomy import anatomy as anatomy_of
 from ..layers import Layer, coefficients
 from . import fingerprint
-from .accumulate import Accumulator, is_signed, threshold
+from .accumulate import Accumulator, NotFiniteError, is_signed, threshold
 from .finish import finish
 from .query import Index
 from .sources import Sources
 from .store import SAMPLE, VERSION, Store
-from .stream import NONE, Pieces, Sequence, Stream, chain
+from .stream import NONE, Sequence, Stream, chain
 from .watch import Watch
 
 Progress = Callable[[int, int], None]
@@ -78,7 +78,7 @@ def index(
     }
     store = Store.create(Path(directory))
     try:
-        work = _Work(store, model, tokenizer, found, Stream(sources, tokenizer, sequence, batch), job, name)
+        work = _Work(store, model, found, Stream(sources, tokenizer, sequence, batch), job, name)
         work.run(progress)
     finally:
         store.close()
@@ -111,14 +111,13 @@ class _Work:
         self,
         store: Store,
         model: nn.Module,
-        tokenizer: Any,
         anatomy: Anatomy,
         stream: Stream,
         job: dict[str, Any],
         name: str,
     ) -> None:
         self.store, self.anatomy, self.stream, self.job, self.name = store, anatomy, stream, job, name
-        self.pieces = Pieces(tokenizer)
+        self.pieces = stream.pieces
         self.watch = Watch(model, anatomy, self._take)
         self.layers: dict[int, Accumulator] = {}
         self.new: list[Sequence] = []
@@ -169,8 +168,12 @@ class _Work:
         self.batch = torch.tensor([s.id for s in batch])
         try:
             self.watch.run(self.stream.inputs(batch))
-        except ValueError as error:
-            raise ValueError(f"{batch[0].source}, from token {batch[0].offset}: {error}") from None
+        except NotFiniteError as error:
+            s = next(s for s in batch if s.id == error.sequence)
+            raise ValueError(
+                f"tokens {s.offset} to {s.offset + len(s.ids) - 1} of {s.source} give coefficients that are not finite "
+                "numbers: the model is damaged, or overflows in its dtype"
+            ) from None
         self.new += batch
 
     def _take(self, layer: Layer, x_BTD: Tensor) -> None:

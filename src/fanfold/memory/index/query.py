@@ -122,24 +122,22 @@ class Index:
         if layer is not None:
             self._known(layer, 0)
         hits, values = _words(text) if text is not None else self._tokens(token)
+        self._db.execute("CREATE TEMP TABLE IF NOT EXISTS hit (passage INTEGER PRIMARY KEY, at_peak INTEGER)")
+        self._db.execute("DELETE FROM temp.hit")
+        self._db.execute(f"INSERT INTO temp.hit {hits}", values)
         rows = self._db.execute(
-            f"""WITH hit (passage, at_peak) AS ({hits})
-            SELECT t.layer, t.channel, t.sign, sum(abs(t.coefficient) * (1 + hit.at_peak)) / e.strength AS score,
+            f"""SELECT t.layer, t.channel, t.sign, sum(abs(t.coefficient) * (1 + hit.at_peak)) / e.strength AS score,
               count(*) AS matches, sum(hit.at_peak), e.triggers
-            FROM hit JOIN triggers t ON t.passage = hit.passage
+            FROM temp.hit JOIN triggers t ON t.passage = hit.passage
               JOIN ends e ON e.layer = t.layer AND e.channel = t.channel AND e.sign = t.sign
             {"" if layer is None else "WHERE t.layer = :layer"}
             GROUP BY t.layer, t.channel, t.sign ORDER BY score DESC, matches DESC, t.layer, t.channel, t.sign
             LIMIT :limit""",
-            values | {"layer": layer, "limit": limit},
+            {"layer": layer, "limit": limit},
         ).fetchall()
-        only = f"AND t.passage IN (SELECT passage FROM (WITH hit (passage, at_peak) AS ({hits}) SELECT * FROM hit))"
         names = ("layer", "channel", "sign", "score", "matches", "at_peak", "triggers")
-        out = []
-        for row in rows:
-            shown = self._triggers(row[0], row[1], row[2], examples, where=only, values=values)
-            out.append(Match(**dict(zip(names, row)), examples=shown))
-        return out
+        only = "AND t.passage IN (SELECT passage FROM temp.hit)"
+        return [Match(**dict(zip(names, row)), examples=self._triggers(*row[:3], examples, where=only)) for row in rows]
 
     def geva(self, model: nn.Module | None = None, **settings: Any) -> Geva:
         """The measurements of Geva et al. 2021 and 2022: those kept from before, or with a model, taken now and kept.
@@ -186,14 +184,12 @@ class Index:
         before: int = BEFORE,
         after: int = AFTER,
         where: str = "",
-        values: dict[str, Any] | None = None,
     ) -> list[Trigger]:
         rows = self._db.execute(
             f"""SELECT t.coefficient, s.source, s.first, s.id, s.pieces, p.position, p.token, p.next_token, p.next_piece
             FROM triggers t JOIN passages p ON p.id = t.passage JOIN sequences s ON s.id = p.sequence
-            WHERE t.layer = :_layer AND t.channel = :_channel AND t.sign = :_sign {where}
-            ORDER BY t.rank LIMIT :_top""",
-            {**(values or {}), "_layer": layer, "_channel": channel, "_sign": sign, "_top": -1 if top is None else top},
+            WHERE t.layer = ? AND t.channel = ? AND t.sign = ? {where} ORDER BY t.rank LIMIT ?""",
+            (layer, channel, sign, -1 if top is None else top),
         )
         out = []
         for coefficient, source, first, sequence, pieces, position, token, next_token, next_piece in rows:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..vocabulary import Vocabulary
 from .sources import Sources
 
 NONE = -1  # "no token follows"
@@ -44,6 +45,7 @@ class Stream:
 
     def __init__(self, sources: Sources, tokenizer: Any, length: int, size: int) -> None:
         self.sources, self.tokenizer, self.size = sources, tokenizer, size
+        self.pieces = Pieces(tokenizer)
         self.prefix, self.suffix = special_tokens(tokenizer)
         self.uncounted = 0 if self.prefix else 1
         self.content = length - len(self.prefix) - len(self.suffix)
@@ -75,7 +77,7 @@ class Stream:
             waiting: list[int] = []
             offset, reason = 0, "the tokenizer finds no token in it"
             for block in blocks:
-                waiting += encode(self.tokenizer, block)
+                waiting += self.pieces.encode(block)
                 if offset == 0 and self._unknown(waiting):
                     waiting, reason = [], "the tokenizer knows nothing of it"
                     break
@@ -107,27 +109,20 @@ def chain(before: str, batch: list[Sequence]) -> str:
     return digest.hexdigest()
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text, without special tokens and without the warning that it is long."""
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
 def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What the tokenizer itself puts before and after a text."""
-    bare, full = encode(tokenizer, "a"), list(tokenizer("a")["input_ids"])
+    bare, full = Vocabulary(tokenizer).encode("a"), list(tokenizer("a")["input_ids"])
     for at in range(len(full) - len(bare) + 1):
         if bare and full[at : at + len(bare)] == bare:
             return full[:at], full[at + len(bare) :]
     return [], []
 
 
-class Pieces:
-    """The text of each token as it stands in a text, with its leading space."""
+class Pieces(Vocabulary):
+    """The text of each token as it stands in a text, such that all of them together are the text."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self._anchor = encode(tokenizer, "a")[-1:]
-        self._start = len(self._decode([]))
+        super().__init__(tokenizer)
         self._known: dict[int, str] = {}
 
     def __call__(self, ids: list[int]) -> list[str]:
@@ -148,6 +143,3 @@ class Pieces:
         if token not in self._known:
             self._known[token] = self._decode([token])[self._start :]
         return self._known[token]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode([*self._anchor, *ids], clean_up_tokenization_spaces=False)
