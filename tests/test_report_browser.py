@@ -52,7 +52,11 @@ def test_layers_sum_to_the_logit(opened):
     assert total == pytest.approx(at["total"], abs=0.01)
     parts = [_number(cell.inner_text()) for cell in tab.query_selector_all("#parts td.amount")]
     assert parts[-1] == pytest.approx(sum(parts[:-1]), abs=0.03)
-    assert "✓ the model’s logit" in text(tab, "#parts")
+    assert "✓ as the model’s" in text(tab, "#parts")
+    effects = [c["effect"] for layer in at["layers"] for c in layer["channels"]]
+    strongest = sorted(effects, key=abs)[-10:]
+    up, down = (sum(e for e in strongest if (e > 0) == raises) for raises in (True, False))
+    assert f"raise it add +{up:.2f}, those that lower it −{-down:.2f}" in text(tab, "#parts")
     assert "leads from layer 7 on" in text(tab, "#verdict")
     assert "★" in text(tab, "#layers tr[data-layer='7']")
     assert tab.inner_text("#layers").count("★") == 1
@@ -248,7 +252,7 @@ def test_a_broken_sum_is_said_loudly(opened):
     assert "⚠" in text(tab, "#broken")
     assert ": 2." in text(tab, "#broken")
     assert "In layer 2 the channels do not add up" in text(tab, "#notes")
-    assert "⚠ the model’s logit is" in text(tab, "#parts")
+    assert "⚠ the model’s is" in text(tab, "#parts")
     assert "✓" not in text(tab, "#checked") + text(tab, "#parts")
 
 

@@ -23,7 +23,7 @@ function pushes(one) {
 function drawChannels() {
   const here = position();
   fill(byId("channels-lead"), effects()
-    ? ["Ordered by what they add to the logit of ", token(here.token.text), ". The tokens are what the channel raises and lowers here, its sign taken into account."]
+    ? ["Ordered by their effect on ", token(here.token.text), ". The tokens are what the channel raises and lowers here, its sign taken into account."]
     : "Ordered by size |m| · ‖v‖. The tokens are what the channel raises and lowers here, its sign taken into account.");
   const choice = (text, on, layer) => h("button", { type: "button", "aria-pressed": String(on), onclick: () => chooseLayer(layer) }, text);
   fill(byId("channels-choice"), state.layer !== null && [choice("All layers", false, null), choice(`Layer ${state.layer}`, true, state.layer)]);
@@ -70,7 +70,18 @@ function channelRow(one, hidden, measure, on, digits) {
 function strongest(one) {
   const kept = doc.triggers[one.key];
   const first = kept && (one.coefficient < 0 ? kept.negative : kept.positive)?.[0];
-  return first ? excerpt(first.text) : h("span", { class: "soft" }, "–");
+  return first ? excerpt(brief(first.text)) : h("span", { class: "soft" }, "–");
+}
+
+/** Only the nearest words beside the peak token, for a table. */
+function brief(pieces) {
+  const peak = pieces.findIndex((piece) => piece[1]);
+  return pieces.map(([text, is], i) => {
+    if (is || peak < 0) return [text, is];
+    const line = text.replace(/\s+/g, " ");
+    if (i < peak) return [line.length > 48 ? `…${line.slice(-46).replace(/^\S*\s/, "")}` : line, false];
+    return [line.length > 24 ? `${line.slice(0, 22).replace(/\s\S*$/, "")}…` : line, false];
+  });
 }
 
 /** A trigger's context on one line, the peak token marked. */

@@ -15,7 +15,7 @@ function drawLayers() {
   const here = position();
   const box = byId("layers");
   fill(byId("layers-lead"), effects()
-    ? ["What each part adds directly to the logit of ", token(here.token.text), ": bars to the right raise it, bars to the left lower it. The rows sum to the logit. ", decidedAt(here.layers) !== null && ["★ marks the layer from which ", token(here.token.text), " leads. "], "Choose a layer to see its channels."]
+    ? ["What each part adds directly to the logit of ", token(here.token.text), ", less what it adds to all logits on average: bars to the right raise it, bars to the left lower it. ", decidedAt(here.layers) !== null && ["★ marks the layer from which ", token(here.token.text), " leads. "], "Choose a layer to see its channels."]
     : "How long what each FFN writes is beside the residual that enters its block. Choose a layer to see its channels.");
   const rows = effects() ? effectRows(here) : sizeRows(here);
   fill(box, h("table", { class: "layers", "aria-labelledby": "layers-title" }, rows));

@@ -88,17 +88,18 @@ function partsTable(here) {
   const all = [["Embedding", here.embedding], ["Attention", attention], ["FFNs", ffn], ["Constant", here.constant || null]].filter(([, value]) => known(value));
   const on = scale(all.map(([, value]) => value));
   const strongest = here.layers.flatMap((layer) => layer.channels).sort((a, b) => Math.abs(b.effect) - Math.abs(a.effect)).slice(0, 10);
+  const side = (sign) => sum(strongest.map((one) => Math.max(0, sign * one.effect))) * sign;
   const row = ([name, value]) => h("tr", {}, h("td", { class: "name" }, name), h("td", {}, bar(value, on)), h("td", { class: "amount number" }, signed(value)));
-  return [h("table", {}, h("caption", {}, "Where its logit comes from"), h("tbody", {}, all.map(row)),
+  return [h("table", {}, h("caption", {}, "Where its logit, less the mean, comes from"), h("tbody", {}, all.map(row)),
     h("tfoot", {}, h("tr", {}, h("td", { class: "name" }, "Sum"), h("td", { class: "soft small" }, logitCheck(here)), h("td", { class: "amount number" }, h("b", {}, signed(here.sum)))))),
-  strongest.length > 0 && h("p", { class: "soft small more" }, `Of the FFNs’ ${signed(ffn)}, the ${strongest.length} strongest channels make ${signed(sum(strongest.map((one) => one.effect)))}.`)];
+  strongest.length > 0 && h("p", { class: "soft small more" }, `Of the FFNs’ ${signed(ffn)}: among the ${strongest.length} strongest channels, those that raise it add ${signed(side(1))}, those that lower it ${signed(side(-1))}.`)];
 }
 
 /** Does the sum of the parts give the model's own logit? */
 function logitCheck(here) {
   if (!known(here.total) || !known(here.sum)) return null;
   const off = Math.abs(here.sum - here.total);
-  return off <= 2e-3 * Math.max(1, Math.abs(here.total)) ? "✓ the model’s logit" : h("b", { class: "down" }, `⚠ the model’s logit is ${signed(here.total)}`);
+  return off <= 2e-3 * Math.max(1, Math.abs(here.total)) ? "✓ as the model’s" : h("b", { class: "down" }, `⚠ the model’s is ${signed(here.total)}`);
 }
 
 function drawNotes() {
