@@ -125,7 +125,10 @@ def gradients(
     """
     direct = _direct(spec)
     rows = min(len(grad), _rows(grad.shape[1]))
-    scratch = grad.new_empty(2 if gate is not None else 1, rows, grad.shape[1])
+    # act(gate) waits where the coefficients will go, its gradient where gate's will, if these places are not in use yet
+    value_at = coefficients if coefficients is not up and gate is not None else None
+    content_at = to_gate if to_gate is not gate else None
+    scratch = grad.new_empty((value_at is None) + (content_at is None), rows, grad.shape[1])
     for tile in _tiles(*grad.shape):
         g, u, d, dg, m = (None if t is None else t[tile] for t in (gate, up, grad, to_gate, coefficients))
         assert d is not None
@@ -138,28 +141,38 @@ def gradients(
         elif direct is None:
             _by_autograd(spec, g, u, d, dg, to_up, m)
         elif g is None:
-            _ungated(direct, u, d, m, scratch[:, : len(d)])
+            _ungated(direct, u, d, m, scratch[0, : len(d)])
         else:
-            _gated(direct, g, u, d, dg, to_up, m, scratch[:, : len(d)])
+            value = scratch[0, : len(d)] if value_at is None else value_at[tile]
+            content = scratch[-1, : len(d)] if content_at is None else content_at[tile]
+            _gated(direct, g, u, d, dg, to_up, m, direct.act(g, value), content)
         if m is not None and noise is not None:
             m.mul_(noise)
 
 
 def _gated(
-    direct: _Direct, g: Tensor, u: Tensor, d: Tensor, dg: Tensor | None, to_up: bool, m: Tensor | None, scratch: Tensor
+    direct: _Direct,
+    g: Tensor,
+    u: Tensor,
+    d: Tensor,
+    dg: Tensor | None,
+    to_up: bool,
+    m: Tensor | None,
+    value: Tensor,
+    content: Tensor,
 ) -> None:
-    value = direct.act(g, scratch[0])
-    content = None if dg is None else torch.mul(d, u, out=scratch[1])  # before m, which may overwrite up
-    if m is not None:
-        torch.mul(value, u, out=m)
-    if dg is not None and content is not None:
+    """value is act(gate) and may be m; content is room for a product, and may be dg. dg may be g, m may be u."""
+    if dg is not None:
+        torch.mul(d, u, out=content)
         direct.slope(content, value if direct.by_value else g, dg)
     if to_up:
         d.mul_(value)
+    if m is not None:
+        torch.mul(value, u, out=m)
 
 
 def _ungated(direct: _Direct, u: Tensor, d: Tensor, m: Tensor | None, scratch: Tensor) -> None:
-    value = direct.act(u, scratch[0]) if direct.by_value else None
+    value = direct.act(u, scratch) if direct.by_value else None
     direct.slope(d, u if value is None else value, d)
     if m is not None:
         direct.act(u, m) if value is None else m.copy_(value)

@@ -39,9 +39,11 @@ class Job:
         linears: str,
         keep: bool,
         given: Any,
+        save: str | None = None,
     ) -> None:
         self.model, self.format, self.backend, self.verify = model, format, backend, verify
         self.activations, self.linears, self.given = activations, linears, given
+        self.save = save  # of FFNs in training; None: not asked for
         self.packer = Packer(format, keep, backend) if format else None
         self.inputs: dict[str, Tensor] = {}
         self.before: Seen | None = None

@@ -21,6 +21,8 @@ class SwapRow:
     quantization_error  the same with the activations quantized too, where they are.
     activations  {role: "int8" or "float"} where the weights are integer codes;  guard  {role: why}.
     bytes_before, bytes_after  of its matrices in memory (None for format=None); with a tied table, that one beside it.
+    save    what forward keeps while it is trained (`FeedForward(save=…)`); None: PyTorch's own ops run then.
+    gradient_ratio  the largest error of a gradient as a share of what the rule allows, where it was verified.
     shape  (n_in, n_out) of a linear.
     """
 
@@ -41,6 +43,8 @@ class SwapRow:
     guard: dict[str, str] = dataclasses.field(default_factory=dict)
     bytes_before: int | None = None
     bytes_after: int | None = None
+    save: str | None = None
+    gradient_ratio: float | None = None
     shape: tuple[int, int] | None = None
     states: list[LinearState] = dataclasses.field(default_factory=list, repr=False)
 
@@ -136,12 +140,18 @@ class SwapReport:
             "backend": [row.backend or "-" for row in self.rows],
             "status": [row.status for row in self.rows],
             "error/allowed": ["-" if row.ratio is None else f"{row.ratio:.2f}" for row in self.rows],
+            "save": [row.save or "-" for row in self.rows],
+            "gradient error/allowed": [
+                "-" if row.gradient_ratio is None else f"{row.gradient_ratio:.2f}" for row in self.rows
+            ],
             "format error": ["-" if row.format_error is None else f"{row.format_error:.1e}" for row in self.rows],
             "calls": [str(row.calls) if row.calls or row.stepped_aside else "-" for row in self.rows],
             "reason": [_reason(row) for row in self.rows],
         }
         if not any(row.activations for row in self.rows):
             del columns["activations"]
+        if not any(row.save for row in self.rows):
+            del columns["save"], columns["gradient error/allowed"]
         widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
         lines = [columns.keys(), *zip(*columns.values())]
         text = ["  ".join(c.ljust(w) for c, w in zip(line, widths.values())).rstrip() for line in lines]

@@ -13,7 +13,8 @@ from torch import nn
 
 _SCALARS = (int, float, str, bool)
 # Torch's own entries in a module's __dict__, and what says nothing about its function.
-_INTERNAL = {*nn.Module().__dict__, "training", "_fanfold", "_compiled_call_impl", "_is_hf_initialized"}
+_COMPILER = ("_compiled_call_impl", "_is_torch_compile")
+_INTERNAL = {*nn.Module().__dict__, *_COMPILER, "training", "_fanfold", "_is_hf_initialized"}
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels import cpu, dispatch, op
+from ..kernels import cpu, dispatch, op, train
 from ..kernels import torch as torch_ops
 from ..layout import INTERLEAVED, SEPARATE, Layout
 from ..spec import Spec
@@ -32,6 +32,7 @@ class LinearState:
 
     def __init__(self, path: str, format: str | None, backend: str) -> None:
         self.path, self.format, self.backend = path, format, backend
+        self.save: str | None = None
         self.quick: Quick | None = None
         self.choice: Choice | None = None  # by measurement; None: the static rule of the cpu backend
         self.calls = 0
@@ -79,8 +80,11 @@ class FFNState(LinearState):
         dropout: bool,
         format: str | None,
         backend: str,
+        save: str | None = None,
     ) -> None:
+        """save  what forward keeps while gradients are needed; None: the module's own code runs then."""
         super().__init__(path, format, backend)
+        self.save = save
         self.spec, self.layout, self.roles = spec, layout, roles
         self.scale, self.residual, self.dropout = scale, residual, dropout
         # a bias of down that the module's code does not add
@@ -113,7 +117,7 @@ class FFNState(LinearState):
         assert snapshot is not None
         if self.dropout and snapshot.dropping():
             return TRAINING
-        if torch_ops.autocast_on(x):
+        if torch_ops.autocast_on(x) and not self.may_train:
             return AUTOCAST
         change = snapshot.change()
         if change is not None:
@@ -123,7 +127,14 @@ class FFNState(LinearState):
                 return f"{role} holds a foreign tensor type, or its weight is computed (pruning, parametrization)"
         if global_hooks():
             return "hooks on every module are registered"
-        return None if torch.compiler.is_compiling() else torch_ops.transform_active()
+        if torch.compiler.is_compiling():
+            return None
+        return torch_ops.differentiating() if self.may_train else torch_ops.transform_active()
+
+    @property
+    def may_train(self) -> bool:
+        """Whether a call may run with a derivative of our own: in PyTorch's ops, which autocast and modes may see."""
+        return self.save is not None and torch.is_grad_enabled() and dispatch.resolve(self.backend) != "cpu"
 
     def finish(self, y: Tensor, args: list) -> Tensor:
         """What the module does to the FFN's output: a constant factor, a residual added."""
@@ -141,8 +152,14 @@ class FFNState(LinearState):
         if isinstance(weights, str):
             return weights
         auto = dispatch.resolve(self.backend) == "auto"
-        if auto and dispatch.needs_grad(x, weights):
-            return GRADIENTS
+        if dispatch.needs_grad(x, weights):
+            if self.may_train:
+                self.calls += 1
+                return train.ffn(x, weights, self.save or "all")
+            if auto:
+                return GRADIENTS
+        elif torch_ops.autocast_on(x):
+            return AUTOCAST
         y = (self.slower(x, weights.up) or dispatch.attempt(x, weights)) if auto else op.ffn(x, weights, self.backend)
         if isinstance(y, Tensor):
             self.calls += 1
@@ -155,7 +172,10 @@ class FFNState(LinearState):
         weights = self.weights(module)
         if isinstance(weights, str):
             return weights
-        if dispatch.resolve(self.backend) == "auto" and dispatch.needs_grad(x, weights):
+        if torch_ops.autocast_on(x):
+            return AUTOCAST
+        lean = self.save in ("input", "tiles")  # the compiler itself does as well as the others
+        if not lean and dispatch.resolve(self.backend) == "auto" and dispatch.needs_grad(x, weights):
             return GRADIENTS
         return op.ffn(x, weights, self.backend)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ..count import ffn as counted
 from ..count import formats as stored
 from ..kernels import dispatch, packed
 from ..layout import SEPARATE
@@ -24,6 +25,7 @@ from .states import FFNState, LinearState, reset
 from .swapped import SwappedFFN, SwappedLinear, install, is_swapped
 from .verify import Truth
 from .verify_packed import LinearTruth, ffn_cases, judge, run_linear
+from .verify_train import judge_gradients
 
 SWAP_FORMATS = (None, *packed.FORMATS, "int4")
 LINEARS = ("ffn", "all")
@@ -42,6 +44,8 @@ def swap(
     activations: str = "auto",
     calibration: Any = None,
     checkpoint: Any = None,
+    train: bool = False,
+    save: str = "all",
 ) -> SwapReport:
     """Run the FFNs of `model`, or all its linears, on our kernels.
 
@@ -63,8 +67,13 @@ def swap(
               next-token predictions change.
     checkpoint   a folder of `fanfold quantize`, a .gguf file, or what `ff.load` gave for one: FFN i of the model takes
               the packed weights of its layer i, after a check that they are the model's own, as far as the format goes.
-    -> SwapReport: a row per FFN and linear. While gradients are needed, in training with dropout, under autocast, or
-    when an adapter or hook is found, a swapped FFN runs its own code; `rows[i].stepped_aside` counts that.
+    train     while gradients are needed an FFN runs with a derivative of ours, which keeps from forward to backward
+              what `save` says (see `nn.FeedForward`), under autocast too; its gradients are verified as well. It stays
+              swapped where our kernels are not ahead in inference. format=None alone; an FFN written out in its
+              layer's code is not reached.
+    -> SwapReport: a row per FFN and linear. While gradients are needed (without `train`), in training with dropout,
+    under autocast, or when an adapter or hook is found, a swapped FFN runs its own code; `rows[i].stepped_aside` counts
+    that.
     Raises FindError if there is no FFN, ValueError on an unknown format or option, or a model already swapped.
     """
     if not isinstance(model, nn.Module):
@@ -73,6 +82,12 @@ def swap(
     for name, value, known in (("linears", linears, LINEARS), ("activations", activations, CHOICES)):
         if value not in known:
             raise ValueError(f"{name}={value!r} is not known; known: {', '.join(known)}")
+    if save not in counted.SAVES:
+        raise ValueError(f"save={save!r} is not known; known: {', '.join(counted.SAVES)}")
+    if train and (format is not None or checkpoint is not None):
+        raise ValueError("train=True needs the model's own parameters: packed weights are for inference")
+    if train and dispatch.resolve(backend) == "cpu":
+        raise ValueError("train=True runs PyTorch's ops while gradients are needed: use backend 'auto' or 'torch'")
     dispatch.resolve(backend)
     already = list(_swapped(model))
     if already:
@@ -88,7 +103,7 @@ def swap(
     if layers is not None:
         layers.check_count(found)
     given = calibration if calibration is not None else inputs
-    job = Job(model, format, backend, verify, activations, linears, keep_originals, given)
+    job = Job(model, format, backend, verify, activations, linears, keep_originals, given, save if train else None)
     job.prepacked = layers is not None
     report = SwapReport(rows=[])
     try:
@@ -112,6 +127,9 @@ def swap(
         put_back(_swapped(model))
         raise
     job.finish(report)
+    written_out = sum(row.status == "swapped" and row.save is None for row in report.ffns)
+    if train and written_out:
+        report.notes.append(f"{written_out} FFNs are written out in their layer's code and train on PyTorch's own ops")
     return report
 
 
@@ -155,7 +173,9 @@ def _swap_one(job: Job, found: Found, given: Weights | None) -> SwapRow:
         return row
     linears: dict[str, Any] = {role: job.model.get_submodule(path) for role, path in found.projections.items()}
     for role, linear in linears.items():
-        reason = unusable(role, linear, job.backend) or (job.format and job.reader(found.projections[role]))
+        # in training any dtype and device will do
+        backend = job.backend if job.save is None or found.kind == "pair" else "torch"
+        reason = unusable(role, linear, backend) or (job.format and job.reader(found.projections[role]))
         if reason:
             row.reason = reason
             return row
@@ -184,15 +204,18 @@ def _swap_one(job: Job, found: Found, given: Weights | None) -> SwapRow:
         row.reason = str(error)
         return row
     row.states = [m._fanfold for m in installed]
+    row.save = row.states[-1].save
     row.status, row.backend = "swapped", "cpu" if job.backend == "auto" else job.backend
     if job.format is not None:
         row.bytes_after = sum(m._fanfold.weight.nbytes for m in linears.values())
         choose_activations(row, linears, found.projections, job.activations, job.inputs, given is not None)
     if truths is not None:
         _verify(row, module, linears, found, truths)
+        if row.status == "swapped" and row.save is not None:
+            judge_gradients(row, module, found, truths)
         if row.status != "swapped":
             put_back({m._fanfold.path: m for m in installed})
-            row.states, row.bytes_after = [], None
+            row.states, row.bytes_after, row.save = [], None, None
     if job.packer is not None:
         job.packer.release(row.states)
     reset(row.states)
@@ -256,6 +279,7 @@ def _install(module: nn.Module, linears: dict[str, Any], found: Found, job: Job,
             dropout=found.dropout,
             format=job.format,
             backend=job.backend,
+            save=job.save,
         )
         install(module, SwappedFFN, ffn_state)
         ffn_state.look(module)

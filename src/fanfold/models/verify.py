@@ -95,7 +95,7 @@ class Truth:
         row.backend = ran[0] if len(set(ran)) == 1 else f"{ran[0]} (few tokens), {ran[1]} (many)"
         if not worst.ok:
             row.status, row.reason = "left", f"verification failed: error is {worst.ratio:.3g} x what the rule allows"
-        elif set(ran) == {"torch"} and dispatch.resolve(row.states[-1].backend) == "auto":
+        elif set(ran) == {"torch"} and row.save is None and dispatch.resolve(row.states[-1].backend) == "auto":
             reasons = "; ".join(row.stepped_aside) or "PyTorch's own ops are faster here"
             row.status, row.reason = "left", f"our kernels would not run it: {reasons}"
 
