@@ -144,6 +144,11 @@ def test_hidden_relu_is_worse_than_linear_and_shapes():
     assert (tied.loss >= free.loss * 0.98).all()
 
 
+def test_any_activation():
+    found = train(6, 2, 0.95, activation="silu", seeds=1, steps=150, batch=128)
+    assert found.loss[0] < 0.8 * closed.loss_linear(0.05, np.ones(6), 0)
+
+
 def test_the_best_seed_is_kept_and_seeds_do_not_disturb_each_other():
     many = train(8, 2, [0.5, 0.95], 0.9, seeds=4, steps=200, batch=128)
     assert np.array_equal(many.loss, many.losses.min(1))

@@ -102,7 +102,7 @@ def phase_diagrams(two_one: Result, three_two: Result) -> Any:
     left.plot([4 / 7, 1], [1, 1], color="black", linewidth=1.6)
     left.plot(*closed.TRIPLE_POINT, "o", color="black", markersize=5, label="triple point, p = 4/7")
     share, points = two_one["agreement"][0][1:]
-    left.legend(loc="lower left", fontsize=9)
+    left.legend(loc="lower right", fontsize=9)
     left.set_xlabel(left.get_xlabel() + f"\n{share:.1%} of {points} points as the closed form says")
     _phases(right, three_two, "3 features in 2 dimensions")
     from matplotlib.patches import Patch

@@ -76,7 +76,8 @@ def train(
 ) -> Trained:
     """Train the toy models of superposition at each sparsity, and keep the best of several seeds.
 
-    hidden=None    x' = act(Wᵀ W x + b)                      activation="identity" is the linear baseline
+    hidden=None    x' = act(Wᵀ W x + b)                      activation="identity" is the linear baseline; any name of
+                                                             `fanfold.activations` will do
     hidden="relu"  x' = act(Wᵀ relu(W x) + b)
     hidden="abs"   y  = act(W_out relu(W x) + b), y to be |x|, with x in [-1, 1]
     loss = mean over x of Σ_i I_i (x_i - x'_i)²;  x_i = 0 with probability `sparsity`, else uniform in [0, 1].
@@ -97,9 +98,7 @@ def train(
     chosen = list(range(seeds)) if isinstance(seeds, int) else [int(s) for s in seeds]
     _check(n, m, density, hidden, chosen, steps, batch)
     weight = _importance(n, len(density), importance)
-    act = activations.get(activation)
-    if activation != "identity" and act.params:
-        raise ValueError(f"activation {activation!r} has parameters; use one without, as relu or identity")
+    activations.get(activation)  # an unknown name is refused before anything is trained
     at_once = max(1, _AT_ONCE // (len(chosen) * batch * n))
     pieces = range(0, len(density), at_once)
     parts = []
@@ -161,7 +160,7 @@ class _Job:
         if self.hidden is not None:
             h_MBm = torch.relu(h_MBm)
         z_MBn = torch.baddbmm(self.b, h_MBm, self.w if self.out is None else self.out)
-        return self.act.torch(torch, z_MBn, {})
+        return self.act.torch(torch, z_MBn, dict(self.act.params))
 
     def losses(self, x_PSBn: Tensor, weight_PB: Tensor | None) -> Tensor:
         """The loss of each model on one batch, [M]; `weight` is what each sample counts for."""
