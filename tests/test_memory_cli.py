@@ -123,7 +123,7 @@ def test_read_one_layer_and_another_token(tiny):
     assert [r["layer"] for r in position["layers"]] == [1]
     assert "class" in position["token"]["text"]
     text = shown("read", tiny, PROMPT, "--layer", 1, "--token", "class")
-    assert "rank of" in text
+    assert "the rank of" in text
     assert "Where the logit of" not in text  # its parts would not add up: there is one layer of two
 
 
@@ -166,7 +166,7 @@ def test_encoders(tmp_path):
     assert out["edit"]["cosine"] < 0.9999
     assert out["edit"]["before"] is None
     text = shown("read", folder, PROMPT, "--edit", "0:5=-900")
-    assert "The 10 channels with the largest contributions |m|·‖v‖" in text
+    assert "The 10 channels with the largest sizes (coefficient m; size |m|·‖v‖, how much it writes):" in text
     assert "What each FFN writes at this position" in text
     assert f"cosine of the sentence's vector before and after: {out['edit']['cosine']:.6f}" in text
     assert out["effects_why_not"] in text

@@ -54,8 +54,8 @@ class Row:
 def silence(model: nn.Module, anatomy: Anatomy, reading: Reading, top: int, seeds: list[int]) -> Row:
     """Run a prompt's variants: the model as it is, promoters silenced, those that have controls, each seed's controls.
 
-    A control of a promoter is a random channel of its layer that is about as large (`ALIKE`); its coefficient is lowered
-    by so large a share that exactly as much is taken, by the sizes in the model as it is.
+    A control of a promoter is a random channel of its layer that is about as large (`ALIKE`). Its coefficient loses the
+    share that makes the loss as large as the promoter, by the sizes in the model as it is.
     """
     token = reading.explained(-1)
     able = [r for r in reading.layers if reading.has_effects(r.layer)]

@@ -37,7 +37,9 @@ def read(
 ) -> None:
     """What each FFN of a model reads and writes at a token, which channels carry the prediction, what an edit does."""
     from . import reading as work
+    from .models import quiet
 
+    quiet()  # before anything imports torch, and so tqdm, whose bars can be silenced only then
     with usage():
         changes = parse(edit or [])
         request = work.Request(
@@ -96,6 +98,10 @@ def index(
         if out is not None and not files:
             raise ValueError("an index needs text: files, folders, or - for standard input")
         where = None if channel is None else place(channel)
+    if files or geva:
+        from .models import quiet
+
+        quiet()  # before anything imports torch, as for read
     if files:
         assert out is not None
         made = _make(what, files, out, {"top": top, "sequence": sequence, "batch": batch}, json)

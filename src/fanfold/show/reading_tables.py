@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .output import number, percent, table
@@ -77,34 +78,47 @@ def _signed(value: float) -> str:
     return f"{'+' if value >= 0 else '−'}{number(abs(value))}"
 
 
+def _column(values: list[float]) -> list[str]:
+    """Signed numbers with as many decimals each as give the largest of them three digits."""
+    largest = max(map(abs, values), default=0.0)
+    decimals = min(max(2 - math.floor(math.log10(largest)), 0), 12) if largest > 0 else 0
+    return [f"{'−' if value < 0 else '+'}{abs(value):,.{decimals}f}" for value in values]
+
+
 def _p(probability: float) -> str:
-    return f"{number(100 * probability)} %"
+    return f"{number(100 * float(f'{probability:.4g}'))} %"
 
 
 def _shares(position: dict[str, Any], layers: int) -> None:
     rows, word = position["layers"], quoted(position["token"]["text"])
     attention, ffn = sum(r["attention"] for r in rows), sum(r["ffn"] for r in rows)
     if len(rows) == layers:
+        parts = (position["total"], position["embedding"], attention, ffn, position["constant"])
+        total, embedding, attention, ffn, constant = _column(list(parts))
         print(
-            f"Where the logit of {word} comes from (above the mean of all tokens): {_signed(position['total'])} = "
-            f"embedding {_signed(position['embedding'])}, attention {_signed(attention)}, FFNs {_signed(ffn)}, biases "
-            f"{_signed(position['constant'])}"
+            f"Where the logit of {word} comes from (above the mean of all tokens): {total} = embedding {embedding}, "
+            f"attention {attention}, FFNs {ffn}, biases {constant}."
         )
+    print(
+        "In each layer: top 10, the ten largest channels' share of what the FFN writes; and if the state after it\n"
+        f"were the last: the rank of {word}, and the likeliest token."
+    )
     largest = max((abs(r[part]) for r in rows for part in ("attention", "ffn")), default=0.0)
+    columns = zip(_column([r["attention"] for r in rows]), _column([r["ffn"] for r in rows]))
     body = [
         [
             str(r["layer"]),
-            _signed(r["attention"]),
+            by_attention,
             bar(r["attention"], largest),
-            _signed(r["ffn"]),
+            by_ffn,
             bar(r["ffn"], largest),
             percent(r["top10_share"]),
             "–" if r["rank"] is None else f"{r['rank']:,}",
             "–" if r["top_after"] is None else f"{quoted(r['top_after'][0])} {_p(r['top_after'][1])}",
         ]
-        for r in rows
+        for r, (by_attention, by_ffn) in zip(rows, columns)
     ]
-    heads = ["layer", "attention", "", "FFN", "", "10 largest channels' share", f"rank of {word}", "read here, it says"]
+    heads = ["layer", "attention", "", "FFN", "", "top 10", "rank", "likeliest"]
     table("", heads, body)
 
 
@@ -122,8 +136,12 @@ def _updates(position: dict[str, Any]) -> None:
         ]
         for r in position["layers"]
     ]
-    heads = ["layer", "size of what it writes", "", "of the state", "10 largest channels' share", "nearest tokens"]
-    table("What each FFN writes at this position:", heads, rows)
+    heads = ["layer", "size", "", "state", "top 10", "nearest tokens"]
+    print(
+        "What each FFN writes at this position: its size beside that of the state before it; top 10, the ten largest\n"
+        "channels' share of it; the tokens that it points to."
+    )
+    table("", heads, rows)
 
 
 def _channels(document: dict[str, Any], position: dict[str, Any], top: int) -> None:
@@ -133,19 +151,24 @@ def _channels(document: dict[str, Any], position: dict[str, Any], top: int) -> N
     if not best:
         return
     triggers = document.get("triggers")
+    first = _column([c["effect"] for c in best]) if effects else [number(c["size"]) for c in best]
     rows = []
-    for c in best:
+    for c, strength in zip(best, first):
         name = f"{c['layer']}:{c['channel']}"
         value = document["values"].get(name, {"promoted": [], "suppressed": []})
         ends = ("promoted", "suppressed") if c["coefficient"] >= 0 else ("suppressed", "promoted")
-        row = [name, _signed(c["effect"]) if effects else number(c["size"]), _signed(c["coefficient"])]
+        row = [name, strength, _signed(c["coefficient"])]
         row += [number(c["size"])] if effects else []
         row += [_words(value[end]) for end in ends]
         rows.append([*row, _trigger(triggers[name], c["coefficient"])] if triggers is not None else row)
     heads = ["channel", "effect", "coefficient", "size"] if effects else ["channel", "size", "coefficient"]
     heads += ["what it writes promotes", "and suppresses"] + (["fires most on"] if triggers is not None else [])
-    what = f"effects on the logit of {quoted(position['token']['text'])}" if effects else "contributions |m|·‖v‖"
-    table(f"The {len(best)} channels with the largest {what}:", heads, rows, numbers=False)
+    what = f"effects on the logit of {quoted(position['token']['text'])}" if effects else "sizes"
+    print(
+        f"The {len(best)} channels with the largest {what} (coefficient m; size |m|·‖v‖, how much it writes"
+        + ("; effect, what that adds to the logit):" if effects else "):")
+    )
+    table("", heads, rows, numbers=False)
 
 
 def _trigger(known: dict[str, Any], coefficient: float) -> str:
