@@ -22,7 +22,8 @@ from fanfold.memory import anatomy
 from fanfold.memory.index import build as job
 from memory_texts import texts, tokenizer
 
-KILLS = 16
+KILLS = 14
+CREATE = job.Store.create
 
 
 def main(out: Path, seed: int) -> None:
@@ -34,6 +35,7 @@ def main(out: Path, seed: int) -> None:
     def work(directory: Path) -> None:
         job.index(model, tok, given, directory, top=3, sequence=24, batch=4, anatomy=found).close()
 
+    _prepare()
     start = time.monotonic()
     work(out / "whole")
     whole = time.monotonic() - start
@@ -47,8 +49,7 @@ def main(out: Path, seed: int) -> None:
             moment, statement = rng.uniform(0.0, 1.2 * whole), int(2 ** rng.uniform(0, 12))
             child = os.fork()
             if child == 0:
-                if how == "statement":
-                    _die_at(statement)
+                _prepare(statement if how == "statement" else 0)
                 work(directory)
                 os._exit(0)
             status = _wait(child, moment if how == "time" else 60.0)
@@ -70,9 +71,10 @@ def _wait(child: int, seconds: float) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def _die_at(count: int) -> None:
-    """Kill this process at its `count`-th statement that writes."""
-    left = [count]
+def _prepare(die_at: int = 0) -> None:
+    """Build without waiting for the disk, which only a power failure needs; and, if asked, kill this process at its
+    `die_at`-th statement that writes."""
+    create, left = CREATE, [die_at]
 
     def trace(statement: str) -> None:
         if not statement.startswith(("SELECT", "PRAGMA", "--")):
@@ -80,14 +82,13 @@ def _die_at(count: int) -> None:
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    create = job.Store.create.__func__  # type: ignore[attr-defined]
-
-    def traced(directory: Path) -> job.Store:
-        store = create(job.Store, directory)
+    def created(directory: Path) -> job.Store:
+        store = create(directory)
+        store.db.execute("PRAGMA synchronous=OFF")
         store.db.set_trace_callback(trace)
         return store
 
-    job.Store.create = staticmethod(traced)  # type: ignore[method-assign]
+    job.Store.create = staticmethod(created)  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

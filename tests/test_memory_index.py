@@ -181,7 +181,7 @@ def test_killed_at_any_moment_nothing_is_lost_or_counted_twice(tmp_path):
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(here / "index_zygote.py"), str(tmp_path), "1"]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     rounds, by_time, by_statement = map(int, done.stdout.split())
     assert by_time >= 3, done.stdout
@@ -307,6 +307,28 @@ def test_what_is_no_index_is_refused(tmp_path):
     made.close()
     with pytest.raises(ValueError, match="has version 9 of the schema"):
         Index.open(newer)
+
+
+def test_a_full_disk_is_one_line_and_nothing_half_written(tmp_path):
+    held = store.Store.create(tmp_path)
+    with held:
+        held.set_meta(position=1)
+    pages = held.db.execute("PRAGMA page_count").fetchone()[0]
+    held.db.execute(f"PRAGMA max_page_count={pages + 4}")
+
+    def write(array: np.ndarray) -> None:
+        with held:
+            held.set_meta(position=2)
+            held.set_state(0, {"big": array})
+            raise KeyError
+
+    with pytest.raises(ValueError, match=r"index.sqlite cannot be written: database or disk is full"):
+        write(np.zeros(1 << 16))
+    assert held.meta("position") == 1
+    with pytest.raises(KeyError):
+        write(np.zeros(1))
+    assert held.meta("position") == 1
+    held.close()
 
 
 def test_only_what_is_referred_to_is_kept(tmp_path, monkeypatch):

@@ -85,7 +85,7 @@ def geva(
             # the gain of the norm after the FFN is part of what a value writes; its scale is one for all channels
             down = (post.gain[:, None] * post.centred(down.t().double()).t()).float()
         tops[layer.index] = values(reader, down, signs)
-        plain = values(raw, down, signs).token if reader.norm.kind != "none" else tops[layer.index].token
+        plain = raw.top(down.t()) if reader.norm.kind != "none" else tops[layer.index].token[1]
         layers[layer.index] = _agreement(index, layer.index, tops[layer.index], plain)
         done += 1
         if progress is not None:
@@ -123,7 +123,7 @@ def _refuse(model: nn.Module, index: Index, anatomy: Anatomy) -> None:
         )
 
 
-def _agreement(index: Index, layer: int, tops: Values, raw: dict[int, Tensor]) -> dict[str, Any]:
+def _agreement(index: Index, layer: int, tops: Values, raw: Tensor) -> dict[str, Any]:
     """Value/key agreement of one layer: at either end, without the final norm, over all triggers, and by chance."""
     out: dict[str, Any] = {"agreement_negative": None}
     hits: list[Tensor] = []
@@ -134,7 +134,7 @@ def _agreement(index: Index, layer: int, tops: Values, raw: dict[int, Tensor]) -
         hits.append(hit)
         out["agreement" if sign > 0 else "agreement_negative"] = _mean(hit[first])
         if sign > 0:
-            out["agreement_raw"] = _mean((following == raw[sign][channel])[first])
+            out["agreement_raw"] = _mean((following == raw[channel])[first])
             # the mean over all pairs of a trigger and a value: what pairing them at random would give
             promoted = Counter(token.tolist())
             by_chance = [promoted[t] / len(token) for t in following[first].tolist()]

@@ -151,12 +151,23 @@ class Store:
             self.db.execute(statement)
 
     def __enter__(self) -> Store:
-        """A transaction: all of it or nothing."""
-        self.db.execute("BEGIN IMMEDIATE")
+        """A transaction: all of it or nothing. Raises ValueError where the file cannot be written (a full disk)."""
+        try:
+            self.db.execute("BEGIN IMMEDIATE")
+        except sqlite3.Error as error:
+            raise ValueError(f"{self.path} cannot be written: {error}") from None
         return self
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        self.db.execute("COMMIT" if kind is None else "ROLLBACK")
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        try:
+            if kind is None:
+                self.db.execute("COMMIT")
+        except sqlite3.Error as failure:
+            error = failure
+        if self.db.in_transaction:
+            self.db.execute("ROLLBACK")
+        if isinstance(error, sqlite3.Error):
+            raise ValueError(f"{self.path} cannot be written: {error}") from None
 
 
 def packed(counts: np.ndarray[Any, Any]) -> bytes:
