@@ -43,7 +43,7 @@ def _settle(model: nn.Module, row: SwapRow) -> None:
     measured = [state for state in row.states if state.choice is not None]
     if not measured:
         return
-    losers = [s for s in measured if s.choice is not None and s.choice.gain < _LEAST_GAIN and s.save is None]
+    losers = [s for s in measured if s.choice is not None and s.choice.gain < _LEAST_GAIN and s.trains is None]
     put_back({state.path: model.get_submodule(state.path) for state in losers})
     said = dict.fromkeys("torch" if s in losers else s.choice.describe() for s in measured if s.choice is not None)
     row.states = [state for state in row.states if state not in losers]

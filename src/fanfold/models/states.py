@@ -32,7 +32,7 @@ class LinearState:
 
     def __init__(self, path: str, format: str | None, backend: str) -> None:
         self.path, self.format, self.backend = path, format, backend
-        self.save: str | None = None
+        self.trains: str | None = None  # what forward keeps for a derivative of ours; None: not asked for
         self.quick: Quick | None = None
         self.choice: Choice | None = None  # by measurement; None: the static rule of the cpu backend
         self.calls = 0
@@ -84,7 +84,7 @@ class FFNState(LinearState):
     ) -> None:
         """save  what forward keeps while gradients are needed; None: the module's own code runs then."""
         super().__init__(path, format, backend)
-        self.save = save
+        self.trains = save
         self.spec, self.layout, self.roles = spec, layout, roles
         self.scale, self.residual, self.dropout = scale, residual, dropout
         # a bias of down that the module's code does not add
@@ -134,7 +134,7 @@ class FFNState(LinearState):
     @property
     def may_train(self) -> bool:
         """Whether a call may run with a derivative of our own: in PyTorch's ops, which autocast and modes may see."""
-        return self.save is not None and torch.is_grad_enabled() and dispatch.resolve(self.backend) != "cpu"
+        return self.trains is not None and torch.is_grad_enabled() and dispatch.resolve(self.backend) != "cpu"
 
     def finish(self, y: Tensor, args: list) -> Tensor:
         """What the module does to the FFN's output: a constant factor, a residual added."""
@@ -155,7 +155,7 @@ class FFNState(LinearState):
         if dispatch.needs_grad(x, weights):
             if self.may_train:
                 self.calls += 1
-                return train.ffn(x, weights, self.save or "all")
+                return train.ffn(x, weights, self.trains or "all")
             if auto:
                 return GRADIENTS
         elif torch_ops.autocast_on(x):
@@ -174,7 +174,7 @@ class FFNState(LinearState):
             return weights
         if torch_ops.autocast_on(x):
             return AUTOCAST
-        lean = self.save in ("input", "tiles")  # the compiler itself does as well as the others
+        lean = self.trains in ("input", "tiles")  # the compiler itself does as well as the others
         if not lean and dispatch.resolve(self.backend) == "auto" and dispatch.needs_grad(x, weights):
             return GRADIENTS
         return op.ffn(x, weights, self.backend)

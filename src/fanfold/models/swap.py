@@ -204,7 +204,7 @@ def _swap_one(job: Job, found: Found, given: Weights | None) -> SwapRow:
         row.reason = str(error)
         return row
     row.states = [m._fanfold for m in installed]
-    row.save = row.states[-1].save
+    row.save = row.states[-1].trains
     row.status, row.backend = "swapped", "cpu" if job.backend == "auto" else job.backend
     if job.format is not None:
         row.bytes_after = sum(m._fanfold.weight.nbytes for m in linears.values())
