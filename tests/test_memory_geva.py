@@ -18,6 +18,7 @@ from fanfold.memory.index import Index, geva, index
 from fanfold.memory.index.accumulate import is_signed
 from fanfold.memory.index.figures import FIGURES
 from fanfold.memory.index.geva import Geva
+from fanfold.memory.index.prefixes import Counts, Reader, values
 from fanfold.reference import coefficients
 from fanfold.weights import to_float64
 from memory_texts import texts, tokenizer
@@ -215,6 +216,19 @@ def test_the_table_stands_beside_the_paper(measured):
     assert result.layers[0]["agreement_negative"] is None or name in ("llama", "gemma2")
     other = geva(model(name), made, prefixes_measured=SAMPLE, seed=SEED + 1, anatomy=anatomy_of(name))
     assert other.layers != result.layers  # other positions
+
+
+def test_each_case_of_composition_is_told_apart():
+    """r, y and o in every relation, which few prefixes of small models show."""
+    found = anatomy_of("llama")
+    tops = {x.index: values(Reader(found), x.weights().down, (1, -1)) for x in found.layers}
+    counts = Counts(found, {0: 0.0, 1: 0.0}, tops)
+    cases = torch.tensor([[1, 2, 1], [2, 1, 1], [1, 1, 1], [1, 2, 3], [1, 1, 2]])  # r, y, o
+    counts._tops = lambda *_: tuple(cases.t())  # type: ignore[method-assign, assignment]
+    counts.add(model("llama"), torch.arange(15).view(5, 3), torch.full((5,), 2))
+    row = counts.row(1)
+    found_cases = [row[name] for name in ("residual", "ffn", "all_agree", "composition")]
+    assert found_cases == pytest.approx([0.2, 0.2, 0.2, 0.4])
 
 
 def test_refusals(tmp_path):
