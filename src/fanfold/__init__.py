@@ -50,13 +50,14 @@ __all__ = [
     "quantize",
     "reference",
     "size",
+    "study",
     "superposition",
     "swap",
     "unswap",
 ]
 
 if TYPE_CHECKING:
-    from . import memory, nn, numerics, superposition
+    from . import memory, nn, numerics, parallel, study, superposition
     from .checkpoints import load
     from .count.cost import cost
     from .count.sizing import size

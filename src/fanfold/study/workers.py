@@ -75,6 +75,7 @@ def on_ray(study: Study, jobs: Sequence[Job], address: str, progress: Progress) 
     """
     try:
         import ray  # pyright: ignore[reportMissingImports]
+        from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         raise ValueError("Ray is not installed: pip install ray") from None
     try:
@@ -96,7 +97,7 @@ def on_ray(study: Study, jobs: Sequence[Job], address: str, progress: Progress) 
         for one in ready:
             try:
                 said = ray.get(one)
-            except ray.exceptions.RayError as error:
+            except RayError as error:
                 said = str(error).strip().splitlines()[-1]
             failed += [said] if said else []
         progress(sum(_done(job) for job in jobs), total)

@@ -137,7 +137,11 @@ class Index:
         ).fetchall()
         names = ("layer", "channel", "sign", "score", "matches", "at_peak", "triggers")
         only = "AND t.passage IN (SELECT passage FROM temp.hit)"
-        return [Match(**dict(zip(names, row)), examples=self._triggers(*row[:3], examples, where=only)) for row in rows]
+
+        def shown(layer: int, channel: int, sign: int, *_: Any) -> list[Trigger]:
+            return self._triggers(layer, channel, sign, examples, where=only)
+
+        return [Match(**dict(zip(names, row)), examples=shown(*row)) for row in rows]
 
     def geva(self, model: nn.Module | None = None, **settings: Any) -> Geva:
         """The measurements of Geva et al. 2021 and 2022: those kept from before, or with a model, taken now and kept.
