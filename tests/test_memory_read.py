@@ -16,6 +16,7 @@ import fanfold as ff
 from families import FAMILIES, VOCAB, Family, build
 from fanfold.memory import Reading, survive
 from fanfold.memory.selective import selective
+from fanfold.memory.vocabulary import _bytes
 from fanfold.numerics import compare
 from fanfold.show import models as packaged
 
@@ -353,6 +354,14 @@ def test_selective_response_by_hand() -> None:
     assert selective(0, torch.zeros(1, 4), down).above_cett == 0.0
     with pytest.raises(ValueError, match="no tokens"):
         selective(0, m[:0], down)
+
+
+def test_pieces_of_characters_are_told_apart() -> None:
+    """A byte-level vocabulary's parts of a character stand as bytes, whole ones and other vocabularies' as they are."""
+    assert _bytes("Ġæ") == " \\xe6"
+    assert _bytes("¥") == "\\xa5"
+    assert _bytes("é") == "\\xe9"
+    assert _bytes("<0xE6>▁") == "<0xE6>▁"
 
 
 def test_relu_is_exactly_zero_where_it_is(readings) -> None:

@@ -30,7 +30,7 @@ class Selective:
     nonzero        fraction of channels with m ≠ 0.
     above_cett     fraction left when a token's smallest contributions are dropped, as many as together come to at most
                    `tail` of its output: ‖Σ dropped m_i v_i‖ <= tail · ‖Σ m_i v_i‖ (CETT, cumulative error of tail
-                   truncation);  threshold  the mean size at which they are cut.
+                   truncation), found by bisection;  threshold  the mean size at which they are cut.
     participation  (Σ size²)² / Σ size⁴, how many equal channels would be as spread out: 1 to F.
     top_share      share of the `top` largest contributions in Σ size;  top_norm  ‖Σ of those m_i v_i‖ / ‖Σ m_i v_i‖.
     """
@@ -54,27 +54,32 @@ def selective(layer: int, m_TF: Tensor, down_DF: Tensor, top: int = 10, tail: fl
     size_TF = m_TF.abs() * down_DF.norm(dim=0)
     top = min(top, m_TF.shape[1])
     order_TF = size_TF.argsort(dim=1, stable=True)
-    kept, cuts, norms = [], [], []
-    for m, size, order in zip(m_TF, size_TF, order_TF):
-        sums_FD = (down_DF[:, order] * m[order]).t().cumsum(0)  # of the smallest 1, 2, … contributions
-        error_F = sums_FD.norm(dim=1)
-        whole = float(error_F[-1])
-        dropped = int((error_F > tail * whole).to(torch.int8).argmax()) if whole > 0 else len(m)
-        kept.append((len(m) - dropped) / len(m))
-        cuts.append(float(size[order[dropped]]) if dropped < len(m) else 0.0)
-        norms.append(float((sums_FD[-1] - sums_FD[-1 - top]).norm()) / whole if whole > 0 and top < len(m) else 1.0)
+    rank_TF = order_TF.argsort(dim=1)  # 0 for the smallest contribution of a token
+    f = m_TF.shape[1]
+
+    def norm(which_TF: Tensor) -> Tensor:
+        return nn.functional.linear(m_TF * which_TF, down_DF).norm(dim=1)
+
+    whole_T = norm(torch.ones_like(m_TF))
+    few_T, many_T = torch.zeros(len(m_TF), dtype=torch.long), torch.full((len(m_TF),), f)
+    for _ in range(f.bit_length()):  # bisection between 0 dropped, which is within, and all, which is not
+        middle_T = (few_T + many_T) // 2
+        within_T = norm(rank_TF < middle_T[:, None]) <= tail * whole_T
+        few_T, many_T = torch.where(within_T, middle_T, few_T), torch.where(within_T, many_T, middle_T)
+    dropped_T = torch.where(whole_T > 0, few_T, f)
+    cut_T = size_TF.gather(1, order_TF).gather(1, dropped_T[:, None].clamp(max=f - 1))[:, 0] * (dropped_T < f)
+    top_T = norm(rank_TF >= f - top) / whole_T.clamp_min(1e-30)
     square = size_TF.double().square()
     spread = square.sum(1).square() / square.square().sum(1).clamp_min(1e-300)
     largest = size_TF.gather(1, order_TF[:, -top:]).sum(1) / size_TF.sum(1).clamp_min(1e-30)
-    mean = len(m_TF)
     return Selective(
         layer=layer,
         nonzero=float((m_TF != 0).float().mean()),
-        above_cett=sum(kept) / mean,
-        threshold=sum(cuts) / mean,
+        above_cett=float((1 - dropped_T / f).mean()),
+        threshold=float(cut_T.mean()),
         participation=float(spread.mean()),
         top_share=float(largest.mean()),
-        top_norm=sum(norms) / mean,
+        top_norm=float(top_T.mean()),
         top=top,
         tail=tail,
     )

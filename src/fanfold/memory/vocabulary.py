@@ -44,9 +44,25 @@ class Vocabulary:
         text = "" if token in self._special else self._decode([token])[self._start :]
         if "\ufffd" in text or not text:  # special, part of a character, or a token that decodes to nothing
             piece = self.tokenizer.convert_ids_to_tokens(token)
-            return str(piece) if piece else f"<{token}>"
+            return _bytes(str(piece)) if piece else f"<{token}>"
         return text
 
     def _decode(self, ids: list[int]) -> str:
         # behind an anchor, for some tokenizers drop the space at the start of a text
         return self.tokenizer.decode([*self._anchor, *ids], clean_up_tokenization_spaces=False)
+
+
+def _bytes(piece: str) -> str:
+    """A piece of a byte-level vocabulary with what is no whole character as \\xe6; any other piece as it is."""
+    known = _byte_of()
+    if not all(c in known for c in piece):
+        return piece
+    return bytes(known[c] for c in piece).decode("utf-8", "backslashreplace")
+
+
+@functools.cache
+def _byte_of() -> dict[str, int]:
+    """{character: byte}, as GPT-2's vocabulary writes bytes: printable ones as themselves, the others from U+0100."""
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
