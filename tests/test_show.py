@@ -66,8 +66,8 @@ def fails(*args: object, code: int = 1) -> str:
 # --- verbs and flags ---
 
 GOLDEN = """
-bench MODEL --format --dtype --backend --prompt-tokens --new-tokens --repeats --text --text-tokens --prompt \
---shape --tokens --ffn --compile --plot --json
+bench MODEL --format --dtype --backend --prompt-tokens --new-tokens --repeats --text --text-tokens --prompt --shape \
+--tokens --ffn --compile --plot --tp --timeout --json
 cost WHAT --variant --bias --tokens --format --group --hardware --tp --heads --kv-heads --head-dim --context \
 --sequences --dtype --compute --sweep --plot --plan --devices --target-ms --intra-GBps --intra-us --inter-GBps \
 --inter-us --base-us --devices-per-node --probe --list --why --json
@@ -78,8 +78,11 @@ index WHAT FILES --out --top --sequence --batch --search --token --channel --lay
 inspect MODEL --json
 quantize MODEL --out --format --method --activations --calibration --tokens --json
 read MODEL PROMPT --layer --position --token --top --edit --new-tokens --check --index --out --json
+shard MODEL --out --tp --json
 size --d-model --variant --bias --budget --params --flops-per-token --bytes --tp --format --group --hardware \
 --multiple-of --tokens --like --multiplier --explain --limit --measure --list --why --json
+study FILES --out --report --variants --seeds --budget --steps --set --quick --jobs --ray --dry-run --json
+superpose MODEL --layers --threshold --out --json
 swap MODEL --format --backend --dtype --linears --activations --calibration --calibration-tokens --checkpoint --json
 """
 
