@@ -257,6 +257,33 @@ def test_frozen_parts_cost_nothing(kind, save):
         assert counter.get_total_flops() == needed * product, trained
 
 
+@pytest.mark.parametrize(
+    ("kind", "save", "trained", "expected"),
+    [
+        ("swiglu", "all", "x up down gate", "x gate up coefficients"),
+        ("swiglu", "all", "x", "gate up"),
+        ("swiglu", "all", "gate", "x gate up"),
+        ("swiglu", "all", "up", "x gate"),
+        ("swiglu", "all", "down", "coefficients"),
+        ("swiglu", "preact", "down", "coefficients"),
+        ("swiglu", "preact", "up down", "x gate up"),
+        ("swiglu", "preact", "up_bias", "gate"),
+        ("swiglu_oai", "preact", "up_bias", "gate up"),
+        ("swiglu", "input", "x", "x"),
+        ("swiglu", "tiles", "down_bias", ""),
+        ("swiglu", "all", "down_bias", ""),
+        ("gelu", "all", "x up down", "x up coefficients"),
+        ("gelu", "all", "x up", "x up"),
+        ("relu", "all", "x up down", "x coefficients"),
+        ("relu", "preact", "x up down", "x up"),
+        ("relu2", "all", "x up down", "x up coefficients"),
+    ],
+)
+def test_what_is_kept_for_what(kind, save, trained, expected):
+    """Set down by hand, from the formulas of the gradients."""
+    assert " ".join(counted.kept(Spec.parse(kind, d_model=8, d_ff=12), save, trained.split())) == expected
+
+
 def test_the_peak_is_what_the_setting_promises(monkeypatch):
     """Forward and backward of 2048 tokens in the blocks of real use, counted op by op."""
     monkeypatch.undo()
