@@ -9,7 +9,7 @@ import numpy as np
 from ..canvas import axes, figure
 from . import classes
 from .figures import BLUE, GREY, ORANGE, PURPLE
-from .product import TARGETS, WIDTHS
+from .product import TARGETS
 
 Rows = list[dict[str, Any]]
 _KIND_COLORS = {"relu": BLUE, "silu": PURPLE, "reglu": ORANGE, "swiglu": "#c9920e", "gelu_erf": "#3b7d4f"}
@@ -88,8 +88,7 @@ def products(result: dict[str, Any]) -> Any:
             panel.plot(result["widths"], np.maximum(values, 1e-5), "o-" if gated else "s--", markersize=4.5,
                        color=_KIND_COLORS[kind], label=f"{kind}{' (gated)' if gated else ''}")  # fmt: skip
         one = result[target]["swiglu"][0]
-        panel.axhline(one, color=GREY, linewidth=0.9, linestyle=":")
-        panel.text(WIDTHS[-1], one * 1.12, "one SwiGLU channel", ha="right", fontsize=9, color=GREY)
+        panel.axhline(one, color=GREY, linewidth=1.1, linestyle=":", label="error of one SwiGLU channel")
         axes(panel, target, "channels", "error / standard deviation of the target")
         panel.set_xscale("log", base=2)
         panel.set_xticks([1, 2, 4, 8, 16, 24], ["1", "2", "4", "8", "16", "24"])
