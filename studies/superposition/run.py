@@ -47,9 +47,9 @@ def sweep(progress: Any) -> dict[str, Any]:
 
 def uniform(progress: Any) -> dict[str, Any]:
     """n=400, m=30, I = 1, over density: D*, D_i and the shapes that features form."""
-    inverse = np.geomspace(1, 30, 12)
+    inverse = np.array([1, 1.5, 1.75, 1.9, 2, 2.1, 2.2, 2.35, 2.5, 2.8, 3.2, 3.7, 4.2, 4.7, 5.3, 6.2, 8, 12])
     found = ff.superposition.train(
-        400, 30, 1 - 1 / inverse, 1.0, seeds=1, steps=1500, batch=512, learning_rate=1e-2, progress=progress
+        400, 30, 1 - 1 / inverse, 1.0, seeds=1, steps=2500, batch=512, learning_rate=1e-2, progress=progress
     )
     return describe(inverse, found.weights)
 
