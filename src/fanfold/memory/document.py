@@ -13,7 +13,8 @@ from .parts import Channel, Tokens
 
 if TYPE_CHECKING:
     from .index import Index
-    from .reading import LayerReading, Reading
+    from .layer_reading import LayerReading
+    from .reading import Reading
 
 _PREDICTIONS, _UPDATE, _ENDS = 10, 5, 8
 

@@ -5,19 +5,18 @@ T tokens, D d_model, F d_ff, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from .anatomy import Anatomy, Layer
 from .anatomy import anatomy as anatomy_of
 from .capture import Captured, capture, coefficients
 from .effects import Readout, through_post_norm, written
+from .layer_reading import LayerReading
 from .parts import Channel, LayerShare, Prediction, Shares, Tokens
 from .prompt import Prompt
 from .selective import TAIL, Selective, selective
@@ -25,53 +24,6 @@ from .sums import SumRule, sum_rule
 
 if TYPE_CHECKING:
     from .index import Index
-
-
-@dataclasses.dataclass
-class LayerReading:
-    """One layer at every token of the prompt, float32 copies.
-
-    x, y  what the FFN read and gave [T, D].
-    gate, content, coefficient  [T, F] as `Coefficients`; gate is None without one.
-    value_norm  ‖v‖ [F];  size  |m| · ‖v‖ [T, F], how much each channel contributes.
-    """
-
-    layer: Layer
-    x: Tensor
-    y: Tensor
-    gate: Tensor | None
-    content: Tensor
-    coefficient: Tensor
-    value_norm: Tensor
-    reading: Reading = dataclasses.field(repr=False)
-
-    @property
-    def size(self) -> Tensor:
-        return self.coefficient.abs() * self.value_norm
-
-    def effect(self, token: int | str, position: int, centred: bool = True) -> Tensor:
-        """[F] float64: what each channel adds to the logit of `token` at `position`, m_i · (v_i . e_t) through the
-        norms on the way, with their scales as they were there.
-
-        centred  on the logit less the mean of all: what raises all alike changes no probability; False: on the logit.
-        Raises ValueError where there are no direct effects.
-        """
-        return self.effects([(self.reading.at(position), self.reading.token(token))], centred)[0]
-
-    def effects(self, where: list[tuple[int, int]], centred: bool = True) -> Tensor:
-        """`effect` for several (position, token id) -> [n, F] float64."""
-        u_ND = torch.stack([self.reading._path(self.layer, at, token, centred)[0] for at, token in where])
-        return self.coefficient[[at for at, _ in where]].double() * (u_ND @ self.layer.weights().down.double())
-
-    def strongest(self, at: int, effect: Tensor | None, top: int, by: str | None = None) -> list[Channel]:
-        """The channels with the largest |effect| [F], or size where that is None or asked for by "size"."""
-        size = self.size[at]
-        key = size if by == "size" or effect is None else effect.abs()
-        best = key.topk(min(top, len(key))).indices
-        gates = [None] * len(best) if self.gate is None else self.gate[at, best].tolist()
-        effects = [None] * len(best) if effect is None else effect[best].tolist()
-        numbers = (self.coefficient[at, best].tolist(), gates, self.content[at, best].tolist(), size[best].tolist())
-        return [Channel(self.layer.index, c, *row) for c, *row in zip(best.tolist(), *numbers, effects)]
 
 
 class Reading:
@@ -155,7 +107,7 @@ class Reading:
         for layer in self.anatomy.stream:
             i = layer.index
             block = float((self.captured.after[i][0, at].double() - self.captured.before[i][0, at].double()) @ toward)
-            u, shift = self._path(layer, at, t, centred)
+            u, shift = self.path_of(layer, at, t, centred)
             ffn = float(self.captured.y[i][0, at].double() @ u) + shift
             bias = layer.down_bias()
             rows.append(LayerShare(i, block - ffn, ffn, shift + (0.0 if bias is None else float(bias.double() @ u))))
@@ -303,7 +255,9 @@ class Reading:
         assert self.captured.final is not None
         return self.readout.direction(self.captured.final[0, at], token, centred)
 
-    def _path(self, layer: Layer, at: int, token: int, centred: bool) -> tuple[Tensor, float]:
+    def path_of(self, layer: Layer, at: int, token: int, centred: bool) -> tuple[Tensor, float]:
+        """(u, constant): a part c of the layer's output at a position adds c · u to the token's logit, whatever norm it
+        goes through adds `constant`."""
         toward = self._toward(at, token, centred)
         if not layer.direct:
             raise ValueError(f"layer {layer.index} has no direct effects: what it writes does not lead to the head")
