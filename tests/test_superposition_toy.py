@@ -130,9 +130,25 @@ def test_absolute_value_in_asymmetric_superposition():
     signs = np.sign(w) * (np.abs(w) > 0.3 * np.abs(w).max())
     for i in range(3):
         assert {-1, 1} <= set(signs[:, i])
-    crowded = train(20, 8, 0.99, 0.8, hidden="abs", seeds=2, steps=1200, batch=512)
-    used = np.abs(crowded.weights[0]) > 0.2 * np.abs(crowded.weights[0]).max()
-    assert (used.sum(1) >= 2).any()  # a coefficient that serves several features
+    assert measures.served(w, out).sum(1).tolist() == [1] * 6
+    # four coefficients for six half-lines, rare ones: each serves two features, one read strongly and written weakly
+    tight = train(3, 4, 0.99, hidden="abs", seeds=16, steps=900, batch=64)
+    w, out = tight.weights[0], tight.out[0]
+    assert tight.loss[0] < 0.05 * 3 * closed.mean_square_left(0.01)
+    assert measures.served(w, out).sum(1).tolist() == [2] * 4
+    assert measures.asymmetry(w, out) == (4, 4)
+    assert (out.min(0) < -0.5).all()  # each holds down the feature that it would disturb
+
+
+def test_asymmetry_of_known_weights():
+    """Elhage et al.'s motif: read 2 and -1/2, written 1/2 and 2."""
+    read = np.array([[2.0, -0.5, 0.0], [0.0, 1.0, 1.0], [0.01, 0.0, 0.0]])
+    written = np.array([[0.5, 2.0, -3.0], [0.0, 0.9, 1.0], [0.1, 0.0, 0.0]]).T
+    assert measures.served(read, written).tolist() == [[True, True, False], [False, True, True], [False] * 3]
+    assert measures.asymmetry(read, written) == (1, 2)
+    rng = np.random.default_rng(0)
+    opposite, pairs = measures.asymmetry(rng.standard_normal((60, 80)), rng.standard_normal((80, 60)))
+    assert opposite / pairs == pytest.approx(2 / 3, abs=0.04)
 
 
 def test_hidden_relu_is_worse_than_linear_and_shapes():

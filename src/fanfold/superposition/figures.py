@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..canvas import axes, figure
-from . import closed, geometry
+from . import closed, geometry, measures
 
 BLUE, ORANGE, PURPLE, GREY = "#1b62a5", "#b04a08", "#6a4a9c", "#8a857c"
 Result = dict[str, Any]
@@ -135,7 +135,7 @@ def star(uniform: Result, sweep: Result) -> Any:
                label="20 in 5, importance 0.7$^i$")  # fmt: skip
     for level, name in ((1.0, "one dimension per feature"), (0.5, "antipodal pairs")):
         panel.axhline(level, color=GREY, linewidth=0.9, linestyle=":")
-        panel.text(x.max(), level + 0.012, f"{level:g}: {name}", ha="right", color=GREY, fontsize=9)
+        panel.text(x.max(), level + 0.03, f"{level:g}: {name}", ha="right", color=GREY, fontsize=9)
     axes(panel, "Dimensions per feature fall in steps as features get sparser", "sparsity 1 / (1 − S)",
          "D* = m / ‖W‖$_F^2$", log=False)  # fmt: skip
     panel.set_xscale("log")
@@ -168,42 +168,48 @@ def scatter(uniform: Result) -> Any:
     panel.set_xscale("log")
     panel.set_xticks([1, 2, 3, 5, 10], ["1", "2", "3", "5", "10"])
     panel.minorticks_off()
-    panel.set(xlim=(0.93, x.max() * 1.6), ylim=(-0.03, 1.06))
+    panel.set(xlim=(0.93, x.max() * 1.75), ylim=(-0.03, 1.06))
     return made
 
 
 def absolute_value(result: Result) -> Any:
-    """The weights of the |x| model: a coefficient for either sign of each feature, then features that share them."""
-    made = figure((13, 4.6))
-    left, *others = made.subplots(1, 4, width_ratios=[1, 1.6, 1.6, 1.6])
-    small = np.array(result["small_in"]).T
-    limit = np.abs(small).max()
-    left.imshow(small, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
-    left.set(title="3 features, 6 coefficients\nread by (rows: features)", xlabel="coefficient", xticks=range(6),
-             yticks=range(3), yticklabels=["1", "2", "3"], xticklabels=[str(i + 1) for i in range(6)])  # fmt: skip
+    """The |x| model: a coefficient for either sign of each feature; four for three features; forty for a hundred."""
+    made = figure((14, 4.6))
+    panels = made.subplots(1, 5, width_ratios=[1, 0.8, 0.8, 1.6, 1.6])
+    _weights(panels[0], np.array(result["small_in"]), "3 features, 6 coefficients:\nread")
+    _weights(panels[1], np.array(result["motif_in"]), "3 features, 4 coefficients,\nS = 0.99: read")
+    _weights(panels[2], np.array(result["motif_out"]).T, "the same four:\nwritten")
     sparsity = result["sparsity"]
-    for panel, i in zip(others, _spread(len(sparsity), 3)):
-        w = np.array(result["in"][i])  # [m, n]
+    for panel, i in zip(panels[3:], (0, len(sparsity) - 1)):
+        w, out = np.array(result["in"][i]), np.array(result["out"][i])  # [m, n], [n, m]
         order = np.argsort(np.abs(w).argmax(1), kind="stable")
         top = np.abs(w).max()
         panel.imshow(w[order][:, :40], cmap="RdBu", vmin=-top, vmax=top, aspect="auto", interpolation="nearest")
-        share = polysemantic(w)
-        panel.set(title=f"100 features, 40 coefficients, S = {sparsity[i]:g}\n{share:.0%} of those used serve several",
-                  xlabel="feature, most important first (40 of 100)")  # fmt: skip
-        if panel is others[0]:
-            panel.set_ylabel("coefficient (ordered)")
-    made.suptitle("Computing |x| through a layer of ReLU: keys in blue (+) and red (−)")
+        panel.set_title(f"100 features, 40 coefficients, S = {sparsity[i]:g}: read\n"
+                        f"{polysemantic(w, out):.0%} of those used serve several", fontsize=9)  # fmt: skip
+        panel.set(xlabel="feature, most important first (40 of 100)", ylabel="coefficient (ordered)")
+    made.suptitle("Computing |x| through a layer of ReLU: weights in blue (+) and red (−). With four coefficients each "
+                  "reads one feature strongly and writes it weakly, another the other way round")  # fmt: skip
     return made
 
 
-def _spread(n: int, k: int) -> list[int]:
-    return [int(i) for i in np.linspace(0, n - 1, k).round()]
+def _weights(panel: Any, w: Any, title: str) -> None:
+    """A small matrix [m, n] with its numbers, one row a coefficient."""
+    limit = np.abs(w).max()
+    panel.imshow(w, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
+    for (i, j), v in np.ndenumerate(w):
+        if abs(v) > 0.03:
+            words = f"{v:.2f}".replace("-", "−")
+            panel.text(
+                j, i, words, ha="center", va="center", fontsize=8, color="white" if abs(v) > 0.6 * limit else "black"
+            )
+    panel.set_title(title, fontsize=9)
+    panel.set(xlabel="feature", ylabel="coefficient")
+    panel.set_xticks(range(w.shape[1]), [str(i + 1) for i in range(w.shape[1])])
+    panel.set_yticks(range(w.shape[0]), [str(i + 1) for i in range(w.shape[0])])
 
 
-def polysemantic(w: Any) -> float:
-    """Share of the coefficients (rows of W [m, n]) in use that read more than one feature: with at least 0.2 of the
-    row's largest weight."""
-    size = np.abs(np.asarray(w))
-    used = size.max(1) > 0.1 * size.max()
-    reads = (size > 0.2 * size.max(1, keepdims=True)).sum(1)
-    return float((reads[used] > 1).mean()) if used.any() else 0.0
+def polysemantic(read: Any, written: Any) -> float:
+    """Share of the coefficients in use that serve more than one feature (`measures.served`)."""
+    features = measures.served(read, written).sum(1)
+    return float((features[features > 0] > 1).mean())

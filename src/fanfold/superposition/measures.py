@@ -42,3 +42,31 @@ def dimensions_per_feature(w: Array) -> Array:
     """D* = m / ‖W‖_F², [...]; infinite if nothing is learned."""
     total = np.square(w).sum((-1, -2))
     return np.divide(w.shape[-2], total, out=np.full(np.shape(total), np.inf), where=total > _TINY)
+
+
+SERVED = 0.2  # share of a coefficient's largest |read · write| from which it serves a feature
+
+
+def served(read: Array, written: Array) -> Array:
+    """Which features each coefficient of the |x| model works for, [m, n] bool: those it reads and writes with a
+    positive hand. A coefficient whose largest product is below a tenth of the largest of all is not in use.
+
+    read  [m, n], W;  written  [n, m], W_out.
+    """
+    product = np.abs(read) * np.maximum(written.T, 0)
+    top = product.max(1, keepdims=True)
+    return (product >= SERVED * top) & (top >= 0.1 * product.max())
+
+
+def asymmetry(read: Array, written: Array) -> tuple[int, int]:
+    """(pairs whose more strongly read feature is the more weakly written one, all pairs) of features that share a
+    coefficient: in asymmetric superposition every pair is such a one. Random weights give about two thirds."""
+    size, back = np.abs(read), written.T
+    opposite = pairs = 0
+    for on, reads, writes in zip(served(read, written), size, back):
+        at = np.flatnonzero(on)
+        for i in at:
+            for j in at[at > i]:
+                pairs += 1
+                opposite += bool((reads[i] - reads[j]) * (writes[i] - writes[j]) < 0)
+    return opposite, pairs

@@ -217,11 +217,12 @@ def _numpy(t: Tensor) -> Array:
 
 
 def _start(n: int, m: int, seed: int) -> tuple[Tensor, Tensor]:
-    """W and, for the model that has one, the second matrix, both [m, n]; Glorot's normal distribution."""
+    """W of Glorot's normal distribution and, for the model that has one, the second matrix |W|, both [m, n]."""
     generator = torch.Generator().manual_seed(seed + 2**32)  # not the stream that makes the samples
-    scale = math.sqrt(2 / (n + m))
-    w = torch.randn(m, n, generator=generator) * scale
-    return w, torch.randn(m, n, generator=generator) * scale
+    w = torch.randn(m, n, generator=generator) * math.sqrt(2 / (n + m))
+    # With a random second matrix half of the outputs begin below 0, where the ReLU passes no gradient, and sparse
+    # features never wake them: the loss at S = 0.99 was twenty times higher.
+    return w, w.abs()
 
 
 def _joined(parts: list[Trained]) -> Trained:
