@@ -6,6 +6,8 @@ import importlib
 import json
 import math
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,7 +109,7 @@ def test_read_for_people(tiny, indexed, tmp_path):
     text = shown("read", tiny, PROMPT, "--index", indexed, "-o", tmp_path / "r.html", "--top", 4)
     assert "2 FFN layers, gated silu 32->88" in text
     assert "0 ' the' 1 ' value' 2 ' of' 3 ' a' [4 ' function']" in text
-    assert "Sum rule: Σ coefficient · value + bias = the layer's output holds in all 2 layers" in text
+    assert "Sum rule: Σ coefficient · value + bias = the layer's output holds in 2 of 2 layers" in text
     assert "The 4 channels with the largest effects on the logit of" in text
     assert "fires most on" in text
     assert f"report, to open in a browser: {(tmp_path / 'r.html').resolve()}" in text
@@ -211,6 +213,34 @@ def test_bars(value, left, right):
     drawn = reading_tables.bar(value, 1.0)
     assert (len(drawn), drawn.count("█")) == (17, left + right)
     assert drawn.split("│")[0].count("█") == left
+
+
+def test_a_trigger_has_its_peak_in_brackets():
+    known = {
+        "positive": [{"text": [["at 1 to 16", False], [" tokens", True], [". The\n machine", False]]}],
+        "negative": [],
+    }
+    assert reading_tables._trigger(known, 1.0) == "at 1 to 16 [tokens]. The machine"
+    assert reading_tables._trigger(known, -1.0) == "–"
+
+
+QUIET_FIRST = """
+import sys
+from fanfold.show import cli, models
+
+def quiet():
+    raise ValueError(f"tqdm is loaded: {'tqdm' in sys.modules}")
+
+models.quiet = quiet
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("args", [["read", "smollm2"], ["index", "smollm2", ".", "-o", "x"], ["index", "x", "--geva"]])
+def test_no_bars_of_other_libraries(args):
+    """tqdm can be silenced only before it is loaded, and torch loads it."""
+    done = subprocess.run([sys.executable, "-c", QUIET_FIRST, *args], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "fanfold: tqdm is loaded: False\n")
 
 
 # ---- index ----

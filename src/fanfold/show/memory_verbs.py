@@ -84,8 +84,6 @@ def index(
     json: Json = False,
 ) -> None:
     """Index what triggers every channel of a model, over any amount of text; or ask an index."""
-    from . import index_tables as tables
-
     questions = {"--search": search, "--token": token, "--channel": channel, "--geva": geva or None}
     asked = [name for name, value in questions.items() if value is not None]
     with usage():
@@ -102,6 +100,8 @@ def index(
         from .models import quiet
 
         quiet()  # before anything imports torch, as for read
+    from . import index_tables as tables
+
     if files:
         assert out is not None
         made = _make(what, files, out, {"top": top, "sequence": sequence, "batch": batch}, json)

@@ -44,7 +44,7 @@ def sum_rule(rows: list[dict[str, Any]]) -> str:
         return "Sum rule: no layer was read."
     bad = [str(r["layer"]) for r in rows if not r["holds"]]
     worst = max(rows, key=lambda r: r["error"])
-    held = f"holds in all {len(rows)} layers" if not bad else f"DOES NOT HOLD in layer {', '.join(bad)}"
+    held = f"holds in {len(rows)} of {len(rows)} layers" if not bad else f"DOES NOT HOLD in layer {', '.join(bad)}"
     return (
         f"Sum rule: Σ coefficient · value + bias = the layer's output {held}; largest relative error "
         f"{number(worst['error'])} (layer {worst['layer']}, allowed {number(worst['allowed'])})."
@@ -175,8 +175,10 @@ def _trigger(known: dict[str, Any], coefficient: float) -> str:
     some = known["positive" if coefficient >= 0 else "negative"]
     if not some:
         return "–"
-    text = "".join(f"[{piece}]" if peak else piece for piece, peak in some[0]["text"])
-    return " ".join(text.split())
+    pieces = [
+        (piece, f"{' ' * piece[:1].isspace()}[{piece.strip() or piece}]", peak) for piece, peak in some[0]["text"]
+    ]
+    return " ".join("".join(marked if peak else piece for piece, marked, peak in pieces).split())
 
 
 def _edit(edit: dict[str, Any]) -> None:
