@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fanfold import canvas
-from fanfold.superposition import closed, figures, figures_ffn, geometry, page, product
+from fanfold.superposition import closed, figures, figures_ffn, geometry, measures, page, product
 
 Results = dict[str, dict[str, Any]]
 
@@ -132,36 +132,30 @@ def _pentagon(r: dict[str, Any]) -> list[str]:
             f"{(1 / (1 - b)).mean():.3f}, √(1−b) {np.sqrt(1 - b).mean():.3f}"]  # fmt: skip
 
 
-def asymmetry(w: Any, out: Any) -> tuple[float, int]:
-    """(share, number) of the coefficients serving several features whose second feature, read more weakly than the
-    first, is written more strongly."""
-    size, back = np.abs(np.asarray(w)), np.abs(np.asarray(out)).T  # [m, n] both
-    count = hits = 0
-    top = size.max()
-    for reads, writes in zip(size, back):
-        second, first = np.argsort(reads)[-2:]
-        if reads[first] < 0.1 * top or reads[second] < 0.2 * reads[first]:
-            continue
-        count += 1
-        hits += writes[second] > writes[first]
-    return (hits / count if count else 0.0), count
-
-
 def _absolute(r: dict[str, Any]) -> list[list[str]]:
     rows = [["|x|, n=3, m=6: two coefficients a feature", "one for each sign", "loss 0 is possible",
              f"loss {r['small_loss'][0]:.1e}"]]  # fmt: skip
-    shares = [figures.polysemantic(w) for w in r["in"]]
-    low, high = min(shares), max(shares)
-    words = (
-        f"{shares[0]:.0%} of the coefficients in use serve several at S = {r['sparsity'][0]:g}, {shares[-1]:.0%} at "
+    opposite, pairs = measures.asymmetry(np.array(r["motif_in"]), np.array(r["motif_out"]))
+    ratio = r["motif_loss"] / r["motif_nothing"]
+    rows.append(
+        [
+            "|x|, n=3, m=4, S = 0.99: asymmetric superposition",
+            "read strongly, written weakly, and the reverse; a third feature inhibited",
+            "–",
+            f"{opposite} of {pairs} pairs that share a coefficient; {ratio:.1%} of the loss of doing nothing",
+        ]
     )
-    rows.append(["|x|, n=100, m=40: polysemantic coefficients", "more as features get sparser", "–",
-                 f"{words}S = {r['sparsity'][-1]:g} (range {low:.0%} to {high:.0%})"])  # fmt: skip
-    pairs = [asymmetry(w, o) for w, o in zip(r["in"], r["out"])]
-    hits, count = sum(s * c for s, c in pairs), sum(c for _, c in pairs)
-    rows.append(["|x|, n=100, m=40: asymmetric superposition", "read strongly, written weakly, and the reverse", "–",
-                 f"{hits / max(count, 1):.0%} of {count} shared coefficients write the feature more strongly that they "
-                 "read more weakly"])  # fmt: skip
+    w, out = np.array(r["in"]), np.array(r["out"])
+    share = [figures.polysemantic(a, b) for a, b in zip(w, out)]
+    words = ", ".join(f"{v:.0%} at S = {s:g}" for v, s in zip(share, r["sparsity"]))
+    rows.append(
+        ["|x|, n=100, m=40: coefficients that serve several features", "more as features get sparser", "–", words]
+    )
+    counts = [measures.asymmetry(a, b) for a, b in zip(w, out)]
+    opposite, pairs = sum(c[0] for c in counts), sum(c[1] for c in counts)
+    rows.append(["|x|, n=100, m=40: asymmetric pairs", "–", "about 67% for random weights",
+                 f"{opposite / pairs:.0%} of {pairs}: no more than by chance"
+                 if opposite / pairs < 0.72 else f"{opposite / pairs:.0%} of {pairs}"])  # fmt: skip
     return rows
 
 

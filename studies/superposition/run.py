@@ -112,16 +112,23 @@ def phase_3_2(progress: Any) -> dict[str, Any]:
 
 
 def hidden_abs(progress: Any) -> dict[str, Any]:
-    """y = |x| through a layer of ReLU: n=3, m=6 and n=100, m=40 with I = 0.8^i."""
+    """y = |x| through a layer of ReLU: n=3 with m=6 and m=4, and n=100, m=40 with I = 0.8^i."""
     small = ff.superposition.train(3, 6, 0.5, hidden="abs", seeds=10, steps=2000, batch=256)
-    sparsity = np.array([0.0, 0.7, 0.9, 0.97, 0.99, 0.997])
+    motif = ff.superposition.train(3, 4, 0.99, hidden="abs", seeds=48, steps=1500, batch=128)
+    sparsity = np.array([0.0, 0.9, 0.97, 0.99])
     large = ff.superposition.train(
-        100, 40, sparsity, 0.8, hidden="abs", seeds=2, steps=2000, batch=512, progress=progress
+        100, 40, sparsity, 0.8, hidden="abs", seeds=1, steps=2500, learning_rate=3e-3, progress=progress
     )
+    assert small.out is not None
+    assert motif.out is not None
     return {
         "small_in": small.weights[0],
-        "small_out": small.out[0] if small.out is not None else None,
+        "small_out": small.out[0],
         "small_loss": small.loss,
+        "motif_in": motif.weights[0],
+        "motif_out": motif.out[0],
+        "motif_loss": motif.loss[0],
+        "motif_nothing": 3 * closed.mean_square_left(0.01),
         "sparsity": sparsity,
         "in": large.weights,
         "out": large.out,
