@@ -23,12 +23,15 @@ def figure(inches: tuple[float, float]) -> Any:
 
 def save(figure: Any, path: Path) -> None:
     """Write a figure into `path`, PNG or SVG by its suffix, whole or not at all."""
+    import matplotlib
+
     kind = path.suffix.lower().removeprefix(".")
     handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, suffix=path.suffix)
     os.close(handle)
     try:
-        # no date: the same figure is the same file
-        figure.savefig(temporary, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else None)
+        # no date, no random ids: the same figure is the same file
+        with matplotlib.rc_context({"svg.hashsalt": path.stem}):
+            figure.savefig(temporary, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else None)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

@@ -135,7 +135,7 @@ def star(uniform: Result, sweep: Result) -> Any:
                label="20 in 5, importance 0.7$^i$")  # fmt: skip
     for level, name in ((1.0, "one dimension per feature"), (0.5, "antipodal pairs")):
         panel.axhline(level, color=GREY, linewidth=0.9, linestyle=":")
-        panel.text(x.max(), level + 0.03, f"{level:g}: {name}", ha="right", color=GREY, fontsize=9)
+        panel.text(1, level - 0.015, f"{level:g}: {name}", va="top", color=GREY, fontsize=9)
     axes(panel, "Dimensions per feature fall in steps as features get sparser", "sparsity 1 / (1 − S)",
          "D* = m / ‖W‖$_F^2$", log=False)  # fmt: skip
     panel.set_xscale("log")
@@ -174,7 +174,7 @@ def scatter(uniform: Result) -> Any:
 
 def absolute_value(result: Result) -> Any:
     """The |x| model: a coefficient for either sign of each feature; four for three features; forty for a hundred."""
-    made = figure((14, 4.6))
+    made = figure((14, 5))
     panels = made.subplots(1, 5, width_ratios=[1, 0.8, 0.8, 1.6, 1.6])
     _weights(panels[0], np.array(result["small_in"]), "3 features, 6 coefficients:\nread")
     _weights(panels[1], np.array(result["motif_in"]), "3 features, 4 coefficients,\nS = 0.99: read")
@@ -188,7 +188,7 @@ def absolute_value(result: Result) -> Any:
         panel.set_title(f"100 features, 40 coefficients, S = {sparsity[i]:g}: read\n"
                         f"{polysemantic(w, out):.0%} of those used serve several", fontsize=9)  # fmt: skip
         panel.set(xlabel="feature, most important first (40 of 100)", ylabel="coefficient (ordered)")
-    made.suptitle("Computing |x| through a layer of ReLU: weights in blue (+) and red (−). With four coefficients each "
+    made.suptitle("Computing |x| through a layer of ReLU: weights in blue (+) and red (−)\nWith four coefficients each "
                   "reads one feature strongly and writes it weakly, another the other way round")  # fmt: skip
     return made
 
