@@ -189,6 +189,27 @@ def test_all_reduce_between_nodes():
         all_reduce(1000, 6, links)
 
 
+def test_ranks_on_given_nodes():
+    """8 ranks on 4 nodes are pairs: 2 steps within the node, 4 between nodes; on one node the table's own."""
+    links = H200.links
+    assert links is not None
+    on = {n: ff.cost(LLAMA, hardware="h200", tp=8, nodes=n).figure("all_reduce_s").value for n in (1, 2, 4, 8)}
+    n = 4096 * 2
+    pairs = links.base_s + 2 * links.intra.step_s + 4 * links.inter.step_s
+    pairs += n / links.intra.bytes_per_s + 2 * 3 / 4 * n / 2 / links.inter.bytes_per_s
+    assert on[4] == pytest.approx(pairs)
+    assert on[1] == ff.cost(LLAMA, hardware="h200", tp=8)["all_reduce_s"]
+    assert on[1] < on[2] < on[4] < on[8]
+    with pytest.raises(ValueError, match="16 devices on 1 nodes of 8: expected at least 2 nodes"):
+        ff.cost(LLAMA, hardware="h200", tp=16, nodes=1)
+    with pytest.raises(ValueError, match="8 devices on 3 nodes: expected a number of nodes that divides 8"):
+        ff.cost(LLAMA, hardware="h200", tp=8, nodes=3)
+    with pytest.raises(ValueError, match="nodes=2: the links are not known"):
+        ff.cost(LLAMA, tp=8, nodes=2)
+    with pytest.raises(ValueError, match="nodes=0: expected a positive int"):
+        ff.cost(LLAMA, hardware="h200", tp=8, nodes=0)
+
+
 def test_tensor_parallel_ffn():
     one, eight = (ff.cost(LLAMA, hardware="h200", tp=tp) for tp in (1, 8))
     assert eight["device_weight_bytes"] * 8 == one["weight_bytes"]

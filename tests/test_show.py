@@ -70,7 +70,7 @@ bench MODEL --format --dtype --backend --prompt-tokens --new-tokens --repeats --
 --tokens --ffn --compile --plot --tp --timeout --json
 cost WHAT --variant --bias --tokens --format --group --hardware --tp --heads --kv-heads --head-dim --context \
 --sequences --dtype --compute --sweep --plot --plan --devices --target-ms --intra-GBps --intra-us --inter-GBps \
---inter-us --base-us --devices-per-node --probe --list --why --json
+--inter-us --base-us --devices-per-node --nodes --probe --list --why --json
 demo --repeats --out --json
 doctor --json
 index WHAT FILES --out --top --sequence --batch --search --token --channel --layer --limit --geva --model --prefixes \

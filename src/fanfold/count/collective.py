@@ -5,6 +5,7 @@ n bytes, p devices = g per node * m nodes.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -27,6 +28,21 @@ class AllReduce:
     seconds: float
     per_node: int
     nodes: int
+
+
+def spread(links: Links, devices: int, nodes: int) -> Links:
+    """The links as `devices` see them that stand on `nodes` nodes, as many on each.
+
+    Raises ValueError if the nodes get unequal numbers, or more than they have room for.
+    """
+    if devices % nodes:
+        raise ValueError(f"{devices} devices on {nodes} nodes: expected a number of nodes that divides {devices}")
+    if devices // nodes > links.devices_per_node:
+        least = next(n for n in range(nodes, devices + 1) if devices % n == 0 and devices // n <= links.devices_per_node)
+        raise ValueError(
+            f"{devices} devices on {nodes} nodes of {links.devices_per_node}: expected at least {least} nodes"
+        )
+    return dataclasses.replace(links, devices_per_node=devices // nodes)
 
 
 def all_reduce(n_bytes: float, devices: int, links: Links) -> AllReduce:

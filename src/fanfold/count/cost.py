@@ -95,6 +95,7 @@ def cost(
     dtype: str | None = None,
     compute: str | None = None,
     links: Links | None = None,
+    nodes: int | None = None,
     variant: str | None = None,
 ) -> Cost:
     """Count what something costs: parameters, FLOPs, bytes, activations, and the floor of its time.
@@ -110,7 +111,9 @@ def cost(
     context    positions that a token attends to; sequences: how many contexts there are, by default one a token.
     dtype      of the activations; default bf16, or the format's own if that is a float. compute: dtype of the products
                at their fastest; default by format, integer formats int8.
-    links      of the devices, in place of the table's.      variant: for a config.json of an unknown model type.
+    links      of the devices, in place of the table's.      nodes: that the ranks stand on, as many on each; default: as
+               few as hold them.
+    variant    for a config.json of an unknown model type.
     Units: bytes; FLOP with one multiply-add = 2; seconds. Counts are exact ints; times are lower bounds.
 
     Raises ValueError, naming the known values, for a count below 1, an unknown name, or a width that tp does not
@@ -119,7 +122,7 @@ def cost(
     """
     s = settings(
         tokens=tokens, format=format, group=group, hardware=hardware, tp=tp, context=context, sequences=sequences,
-        dtype=dtype, compute=compute, links=links,
+        dtype=dtype, compute=compute, links=links, nodes=nodes,
     )  # fmt: skip
     return count(resolve(what, variant), s)
 

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from . import ffn, formats, hardware
+from . import collective, ffn, formats, hardware
 from .formats import Format
 from .hardware import Hardware, Links
 
@@ -71,6 +71,7 @@ def settings(
     dtype: str | None = None,
     compute: str | None = None,
     links: Links | None = None,
+    nodes: int | None = None,
 ) -> Settings:
     """Settings, checked. The arguments are those of `fanfold.cost`.
 
@@ -97,7 +98,7 @@ def settings(
         raise ValueError(f"compute dtype {compute!r} is not known; known: {', '.join(known)}")
     if links is None and device is not None:
         links = device.links
-    return Settings(
+    made = Settings(
         tokens=tokens,
         sequences=sequences,
         context=context,
@@ -108,6 +109,18 @@ def settings(
         tp=tp,
         links=links,
     )
+    return made if nodes is None else on_nodes(made, nodes)
+
+
+def on_nodes(s: Settings, nodes: int) -> Settings:
+    """The settings with the ranks spread over so many nodes, as many on each.
+
+    Raises ValueError if that cannot be, or the links are not known.
+    """
+    positive("nodes", nodes)
+    if s.links is None:
+        raise ValueError(f"nodes={nodes}: the links are not known; name a device of the table, or give intra_GBps")
+    return s.replace(links=collective.spread(s.links, s.tp, nodes))
 
 
 def hardware_dtypes() -> tuple[str, ...]:

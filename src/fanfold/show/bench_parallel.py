@@ -34,14 +34,13 @@ def report(
     """Measure and print, on rank 0. Raises the same ParallelError on every rank if one fails or is lost."""
     if not os.environ.get("FANFOLD_VERBOSE"):
         os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is first imported, which torch.distributed does
-    import torch
     import torch.distributed as dist
 
     from ..parallel.together import together
 
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
     rank = int(os.environ["RANK"])
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+    # as `fanfold bench` does: on the CPU, also where there are GPUs
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
     try:
         with stdout_kept(json or rank > 0), together("bench --tp"):
             document = measure(load, tp, format, settings)

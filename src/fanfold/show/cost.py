@@ -33,6 +33,7 @@ class Request:
     head_dim: int | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of `settings`
     links: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    nodes: int | None = None  # that the ranks stand on; of a plan: that there are
     sweep: str | None = None
     plot: Path | None = None
     plan: bool = False
@@ -105,6 +106,13 @@ def run(r: Request) -> dict[str, Any]:
         probe.probe(again=True)
     s = settings.settings(**r.options)
     s = s.replace(links=_links(r.links, s.links))
+    devices = r.devices
+    if r.nodes is not None and r.plan:
+        if s.links is None:
+            raise ValueError(f"--nodes {r.nodes}: name a device of the table with --hardware, or give --intra-GBps")
+        devices = devices or (settings.positive("nodes", r.nodes) * s.links.devices_per_node,)
+    elif r.nodes is not None:
+        s = settings.on_nodes(s, r.nodes)
     found = work.count(what, s)
     document: dict[str, Any] = {**found.to_dict(), "_cost": found, "_what": what}
     if s.device is not None:
@@ -123,7 +131,7 @@ def run(r: Request) -> dict[str, Any]:
             plots.draw(r.plot, curves, f"{found.what}, {s.form.name}{ranks}", wide)
             document["plot"] = str(r.plot)
     if r.plan:
-        made = plan.plan(what, s, r.devices or plan.DEVICES, [t / 1e3 for t in r.targets_ms] or None)
+        made = plan.plan(what, s, devices or plan.DEVICES, [t / 1e3 for t in r.targets_ms] or None)
         document.update(plan=made.to_dict(), _plan=made)
     return document
 

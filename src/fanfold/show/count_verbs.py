@@ -124,6 +124,9 @@ def cost(
     inter_us: Annotated[float | None, typer.Option("--inter-us", help="Its time per step, µs.")] = None,
     base_us: Annotated[float | None, typer.Option("--base-us", help="Time to start a collective, µs.")] = None,
     devices_per_node: Annotated[int | None, typer.Option(help="Devices in a node.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Nodes that the ranks stand on; with --plan: that there are.")
+    ] = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="Measure this machine again, keep the larger figures.")
     ] = False,
@@ -147,6 +150,7 @@ def cost(
                      "context": context, "sequences": sequences, "dtype": dtype, "compute": compute},
             links={"intra_GBps": intra_gbps, "intra_us": intra_us, "inter_GBps": inter_gbps, "inter_us": inter_us,
                    "base_us": base_us, "devices_per_node": devices_per_node},
+            nodes=nodes,
             sweep=sweep, plot=plot, plan=plan, devices=devices or (), targets_ms=target_ms or (), probe=probe,
         )  # fmt: skip
         with progress("measuring this machine" if probe or hardware == "this" else "counting"), stdout_kept(json):

@@ -227,6 +227,8 @@ void activation(int isa, uintptr_t src, uintptr_t dst, ptrdiff_t n, int act, con
 }  // namespace
 
 NB_MODULE(_cpu, m) {
+  // A bound call that lives until Python ends is no leak worth a page of lines.
+  nb::set_leak_warnings(false);
   m.def("isas", &isas, "{name: number} of the instruction sets of this build that this CPU has; higher is better.");
   m.def("activation_names", &activation_names, "Names of the activations, by id.");
   nb::class_<Bound>(m, "Bound").def("run", &Bound::run);
