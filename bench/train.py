@@ -7,7 +7,9 @@
 Every contender's gradients are held to float64 first (64 tokens). A round runs each contender once, in an order that
 turns; the ratio is the median over the rounds of its time over eager's in the same round, so that a machine that slows
 down or is shared hits all alike. Peak bytes are those of PyTorch's allocator in one step, beyond x, the parameters and
-the gradient of y; the gradients of the parameters are in it, the scratch memory of MKL is not.
+the gradient of y; the gradients of the parameters are in it, the scratch memory of MKL is not. "Within" is what remains
+of them without y and the gradients of x and of the parameters, which every way has to return: what this FFN keeps and
+works in.
 """
 
 from __future__ import annotations
@@ -145,26 +147,29 @@ def one(shape: tuple[int, int], kind: str, args: argparse.Namespace) -> dict[str
                 "peak_bytes": peak_bytes(lambda m=module: step(m, x, grad_y, kind)),
             }
         )  # fmt: skip
+        returned = [grad_y, x, *(p for p in module.parameters())]  # y is as large as its gradient
+        rows[-1]["within_bytes"] = rows[-1]["peak_bytes"] - sum(t.nbytes for t in returned)
     return {"shape": list(shape), "dtype": kind, "tokens": args.tokens, "spec": spec.to_dict(), "wrong": wrong,
             "rows": rows}  # fmt: skip
 
 
 def show(result: dict[str, Any]) -> None:
-    eager = result["rows"][0]["peak_bytes"]
+    eager = result["rows"][0]
     rows = [
         [
             row["contender"], f"{1e3 * row['least_s']:.2f}", f"{1e3 * row['median_s']:.2f}", f"{row['ratio']:.3f}",
             f"{row['ratio_p20']:.3f}–{row['ratio_p80']:.3f}", f"{row['ratio_of_least']:.3f}",
             f"{row['ratio_allowed']:.3f}",
             "-" if row["kept_bytes_predicted"] is None else f"{row['kept_bytes_predicted'] / 1e6:.2f}",
-            f"{row['peak_bytes'] / 1e6:.2f}", f"{row['peak_bytes'] / eager:.3f}",
+            f"{row['peak_bytes'] / 1e6:.2f}", f"{row['peak_bytes'] / eager['peak_bytes']:.3f}",
+            f"{row['within_bytes'] / 1e6:.2f}", f"{row['within_bytes'] / eager['within_bytes']:.3f}",
         ]
         for row in result["rows"]
     ]  # fmt: skip
     d_model, d_ff = result["shape"]
     title = f"{result['spec']['activation']} {d_model}x{d_ff}, {result['dtype']}, tokens: {result['tokens']}"
     header = ["who", "least, ms", "median, ms", "time / eager", "p20–p80", "least / eager", "its FLOPs / eager",
-              "kept (predicted), MB", "peak, MB", "peak / eager"]  # fmt: skip
+              "kept (predicted), MB", "peak, MB", "peak / eager", "within, MB", "within / eager"]  # fmt: skip
     table(title, header, rows)
     for line in result["wrong"]:
         print(line, file=sys.stderr)

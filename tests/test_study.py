@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -270,6 +271,25 @@ def test_killed_processes_lose_nothing(tmp_path, text):
     subprocess.run(command, check=True)
     a, b = tensors(whole.folder / "runs" / "relu" / "0"), tensors(folder)
     assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_no_worker_outlives_what_started_it(tmp_path, text):
+    one = make(tmp_path / "s", text, ("relu",), setup=Setup(**{**TINY.to_dict(), "steps": 100_000}))
+    one.claim(one.read_text()[0].fingerprint)
+    code = "import pathlib, sys, fanfold.study as s; s.carry_out(s.plan.Study.open(pathlib.Path(sys.argv[1])), jobs=2)"
+    process = subprocess.Popen([sys.executable, "-c", code, os.fspath(one.folder)])
+    mine = f"/proc/{process.pid}/task/{process.pid}/children"
+    children: list[str] = []
+    end = time.monotonic() + 60
+    while not children and time.monotonic() < end:
+        time.sleep(0.05)
+        children = Path(mine).read_text().split()
+    process.kill()
+    process.wait()
+    assert children
+    while any(Path(f"/proc/{c}").exists() for c in children):
+        assert time.monotonic() < end, "a worker goes on without its parent"
+        time.sleep(0.05)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path, text):

@@ -302,8 +302,9 @@ def test_the_peak_is_what_the_setting_promises(monkeypatch):
     found = {save: peak(lean(save)) for save in SAVES}
     assert eager.largest == found["all"].largest == found["preact"].largest == wide
     assert eager.peak > found["all"].peak > found["preact"].peak > found["input"].peak > found["tiles"].peak
-    assert found["input"].peak <= 0.25 * eager.peak
-    for save, block in (("input", 256), ("tiles", 128)):
+    returned = (2 * 2048 * 96 + 3 * 96 * 256) * 4  # y, and the gradients of x and of the parameters: every way has them
+    assert found["input"].peak - returned <= 0.25 * (eager.peak - returned)
+    for save, block in (("input", 512), ("tiles", 256)):
         assert found[save].largest == max(2 * slopes.TILE, 2048 * 96 * 4, block * 256 * 4), save  # no [T, d_ff] tensor
 
 

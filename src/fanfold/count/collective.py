@@ -38,7 +38,8 @@ def spread(links: Links, devices: int, nodes: int) -> Links:
     if devices % nodes:
         raise ValueError(f"{devices} devices on {nodes} nodes: expected a number of nodes that divides {devices}")
     if devices // nodes > links.devices_per_node:
-        least = next(n for n in range(nodes, devices + 1) if devices % n == 0 and devices // n <= links.devices_per_node)
+        fitting = (n for n in range(nodes, devices + 1) if devices % n == 0 and devices // n <= links.devices_per_node)
+        least = next(fitting)
         raise ValueError(
             f"{devices} devices on {nodes} nodes of {links.devices_per_node}: expected at least {least} nodes"
         )

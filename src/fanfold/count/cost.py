@@ -111,8 +111,8 @@ def cost(
     context    positions that a token attends to; sequences: how many contexts there are, by default one a token.
     dtype      of the activations; default bf16, or the format's own if that is a float. compute: dtype of the products
                at their fastest; default by format, integer formats int8.
-    links      of the devices, in place of the table's.      nodes: that the ranks stand on, as many on each; default: as
-               few as hold them.
+    links      of the devices, in place of the table's.
+    nodes      that the ranks stand on, as many on each; default: as few as hold them.
     variant    for a config.json of an unknown model type.
     Units: bytes; FLOP with one multiply-add = 2; seconds. Counts are exact ints; times are lower bounds.
 

@@ -19,9 +19,10 @@ from . import blocks, dispatch
 from . import torch as torch_ops
 
 NAMES = counted.TRAINED  # in the order of an operator's arguments
-# Tokens of a block. Products of fewer tokens are slower (float32 at 256: 4 %, at 128: 10 %, at 64: 20 %), and what lies
-# in buffers between them grows with it: three of [block, F]. Measured at 768x2048 and 768x3072, Xeon with AMX, 2026-12.
-BLOCKS = {"all": 1024, "preact": 1024, "input": 256, "tiles": 128}
+# Tokens of a block. Products of fewer tokens are slower, and each block reads and writes the gradients of the matrices;
+# what lies in buffers between them grows with it: three of [block, F]. "input", 768x3072, 2048 tokens in float32, of
+# eager's time: 1.37 in blocks of 256, 1.11 of 512, 1.17 of 1024 (2 threads, Xeon with AMX, 2026-11-30).
+BLOCKS = {"all": 1024, "preact": 1024, "input": 512, "tiles": 256}
 
 
 class _Call(NamedTuple):
@@ -35,7 +36,7 @@ def ffn(x: Tensor, weights: Weights, save: str = "all", training: bool = False) 
 
     x        [..., d_model]  ->  [..., d_model], x's dtype (autocast's under autocast).
     save     "all": x, gate, up and the coefficients; "preact": x, gate and up; "input": x alone, backward computes
-             again in blocks of 256 tokens; "tiles": x alone, in blocks of 128. See `fanfold.count.ffn.kept`.
+             again in blocks of 512 tokens; "tiles": x alone, in blocks of 256. See `fanfold.count.ffn.kept`.
     training  apply the spec's dropout: the mask of torch's own dropout for the same seed, whatever `save` is.
     Gradients are the same to rounding; in 16 bits those of matrices are summed over 8 blocks at most before the sum
     goes on in float32, for which more than 8 blocks take 4 bytes per weight for the moment. A second derivative

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -45,7 +46,8 @@ def local(study: Study, jobs: Sequence[Job], processes: int, progress: Progress)
         while waiting or running:
             while waiting and len(running) < processes:
                 job, attempt = waiting.pop(0)
-                command = [sys.executable, "-m", "fanfold.study.worker", str(study.folder), _place(study, job)]
+                command = [sys.executable, "-m", "fanfold.study.worker", str(study.folder), _place(study, job),
+                           str(os.getpid())]  # fmt: skip
                 running[subprocess.Popen(command, stderr=subprocess.PIPE, text=True)] = (job, attempt)
             time.sleep(LOOK)
             for process in [p for p in running if p.poll() is not None]:
