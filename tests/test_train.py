@@ -305,7 +305,8 @@ def test_the_peak_is_what_the_setting_promises(monkeypatch):
     returned = (2 * 2048 * 96 + 3 * 96 * 256) * 4  # y, and the gradients of x and of the parameters: every way has them
     assert found["input"].peak - returned <= 0.25 * (eager.peak - returned)
     for save, block in (("input", 512), ("tiles", 256)):
-        assert found[save].largest == max(2 * slopes.TILE, 2048 * 96 * 4, block * 256 * 4), save  # no [T, d_ff] tensor
+        scratch = 2 * min(block, slopes.TILE // 256) * 256 * 4  # two places in one tensor
+        assert found[save].largest == max(scratch, 2048 * 96 * 4) < wide, save  # no [T, d_ff] tensor
 
 
 # ---- dropout ----
