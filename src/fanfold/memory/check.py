@@ -22,27 +22,28 @@ from .reading import Reading, read
 from .silencing import Row, silence
 
 # Short, plain, and about different things; what comes next is a name, a word of grammar, a number, punctuation, …
+# Chosen before anything was measured on them: the control's limit of size was set on another twenty.
 PROMPTS = (
-    "The capital of France is",
-    "Once upon a time there was a",
-    "The opposite of hot is",
-    "Water is made of hydrogen and",
-    "She opened the door and",
-    "One, two, three, four,",
-    "The sun rises in the",
-    "My mother's brother is my",
-    "He wrote a letter to his",
-    "The largest planet in the solar system is",
-    "Dogs bark and cats",
-    "I would like a cup of",
-    "In the year 1969, the first man walked on the",
-    "The first president of the United States was George",
-    "Please turn off the lights before you",
-    "A triangle has three",
-    "The cat sat on the",
-    "Romeo and",
-    "It was raining, so I took my",
-    "To make bread you need flour, water and",
+    "The river Thames flows through",
+    "Two plus two equals",
+    "A spider has eight",
+    "The children were playing in the",
+    "Shakespeare was born in Stratford-upon-",
+    "He put the key in the lock and",
+    "Monday, Tuesday, Wednesday,",
+    "The Earth moves around the",
+    "A baby cow is called a",
+    "In winter, the lake was covered with",
+    "The train was late, so we",
+    "Gold is a precious",
+    "For breakfast they had eggs and",
+    "The doctor told her to take the medicine twice a",
+    "London is the capital of",
+    "The king and his",
+    "Birds can fly because they have",
+    "After dinner, he washed the",
+    "The first month of the year is",
+    "We can see the stars at",
 )
 SEEDS = (0, 1, 2, 3, 4)
 QUARTER = 0.25  # of the promoters' effect: less than that, with either sign, is "does not lower it"

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...weights import Weights
 from ..anatomy import Anatomy
 from ..anatomy import anatomy as anatomy_of
-from ..layers import Layer, coefficients
+from ..layers import Layer
 from . import fingerprint
 from .accumulate import Accumulator, NotFiniteError, is_signed, threshold
 from .finish import finish
@@ -176,17 +177,16 @@ class _Work:
             ) from None
         self.new += batch
 
-    def _take(self, layer: Layer, x_BTD: Tensor) -> None:
+    def _take(self, layer: Layer, weights: Weights, m_BTF: Tensor) -> None:
         """One layer's share of a batch, while the model runs."""
-        weights = layer.weights()
         first = self.stream.uncounted
-        x_BTD = x_BTD[:, len(self.stream.prefix) + first : x_BTD.shape[1] - len(self.stream.suffix)]
+        m_BTF = m_BTF[:, len(self.stream.prefix) + first : m_BTF.shape[1] - len(self.stream.suffix)]
         if layer.index not in self.layers:
-            above = threshold(weights, x_BTD.flatten(0, 1)) / weights.down.norm(dim=0)
+            above = threshold(weights, m_BTF.flatten(0, 1)) / weights.down.norm(dim=0)
             # a value of zero has no contribution, whatever its coefficient
             above = above.where(weights.down.norm(dim=0) > 0, torch.inf)
             self.layers[layer.index] = self._accumulator(layer, above)
-        self.layers[layer.index].update(coefficients(weights, x_BTD).coefficient, self.batch, first)
+        self.layers[layer.index].update(m_BTF, self.batch, first)
 
     def _accumulator(self, layer: Layer, active_above: Tensor) -> Accumulator:
         return Accumulator(layer.spec.d_ff, self.job["top"], is_signed(layer.spec), active_above)
