@@ -45,6 +45,7 @@ def test_theme(opened):
     assert tab.inner_text("#theme") == "Light theme"
     tab.click("#theme")
     assert tab.evaluate(background) != dark
+    tab.wait_for_timeout(500)  # the browser passes the page's storage on in its own time
     tab.reload()
     assert tab.evaluate(background) != dark  # kept
     tab.click("#theme")
