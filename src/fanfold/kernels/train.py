@@ -20,9 +20,15 @@ from . import torch as torch_ops
 
 NAMES = counted.TRAINED  # in the order of an operator's arguments
 # Tokens of a block. Products of fewer tokens are slower, and each block reads and writes the gradients of the matrices;
-# what lies in buffers between them grows with it: three of [block, F]. "input", 768x3072, 2048 tokens in float32, of
-# eager's time: 1.37 in blocks of 256, 1.11 of 512, 1.17 of 1024 (2 threads, Xeon with AMX, 2026-11-30).
+# what lies in buffers between them grows with it: three of [block, F]. Of eager's time at 768x3072 with 2048 tokens:
+# "input" in float32 1.37 in blocks of 256, 1.11 of 512, 1.17 of 1024; "all" in bfloat16 1.14 of 1024, 0.90 of 2048
+# (2 threads, Xeon with AMX, 2026-11-30).
 BLOCKS = {"all": 1024, "preact": 1024, "input": 512, "tiles": 256}
+
+
+def block(save: str, dtype: torch.dtype) -> int:
+    """Tokens of a block: where gate and up are kept anyway, twice as many in 16 bits, which are as many bytes."""
+    return BLOCKS[save] * (2 if dtype.itemsize == 2 and save in ("all", "preact") else 1)
 
 
 class _Call(NamedTuple):
@@ -104,7 +110,7 @@ def _forward(call: _Call, tensors: list[Tensor | None], kept: tuple[str, ...]) -
     assert x is not None
     with _exact(x):
         weights, mask = _weights(call, tensors, x.dtype), _draw(call, x)
-        y, whole = blocks.forward(x.reshape(-1, call.spec.d_model), weights, kept, BLOCKS[call.save], mask)
+        y, whole = blocks.forward(x.reshape(-1, call.spec.d_model), weights, kept, block(call.save, x.dtype), mask)
     if "mask" in kept and mask is not None:
         whole["mask"] = mask
     return y.view(x.shape), whole
@@ -122,7 +128,8 @@ def _backward(
     with _exact(grad_y), torch.no_grad():
         weights = _weights(call, tensors, grad_y.dtype)
         rows = None if x is None else x.reshape(-1, d_model)
-        step = blocks.Backward(grad_y.reshape(-1, d_model), rows, weights, whole, trained, BLOCKS[call.save], mask)
+        tokens = block(call.save, grad_y.dtype)
+        step = blocks.Backward(grad_y.reshape(-1, d_model), rows, weights, whole, trained, tokens, mask)
         found = step.run()
     if "x" in found:
         found["x"] = found["x"].view(grad_y.shape)
