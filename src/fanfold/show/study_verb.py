@@ -186,7 +186,8 @@ def _time(seconds: float) -> str:
 def _title(found: dict[str, Any]) -> str:
     names = [v["name"] for v in found["variants"] if v["runs"]]
     more = ", …" if len(names) > 4 else ""
-    return f"{len(names)} FFNs at equal {found['setup']['budget']}: {', '.join(names[:4])}{more}"
+    equal = {"params": "parameters", "flops": "FLOPs"}.get(found["setup"]["budget"], found["setup"]["budget"])
+    return f"{len(names)} FFNs at equal {equal}: {', '.join(names[:4])}{more}"
 
 
 def _show(found: dict[str, Any], written: list[Path]) -> None:

@@ -12,6 +12,9 @@ from . import figures
 from .published import TABLES
 
 
+_SHOWN = 12  # of the verdicts; the rest is folded
+
+
 def page(found: dict[str, Any], title: str) -> str:
     """The page of what `collect` gave."""
     ended = [v for v in found["variants"] if v["runs"]]
@@ -22,6 +25,7 @@ def page(found: dict[str, Any], title: str) -> str:
         styles=("study.css",),
         found=found,
         ended=ended,
+        shown=_SHOWN,
         curves=_picture(figures.curves(found)),
         ends=_picture(figures.ends(found)),
         tables=[{"source": t.source, "what": t.what, "losses": t.losses} for t in TABLES],

@@ -14,7 +14,8 @@ from . import classes, figures_ffn
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Cells are text; `numbers` are the columns set to the right. `title` is what its fold is called."""
+    """Cells are text; `numbers` are the columns set to the right, those of short cells. `title` is what its fold is
+    called."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -22,7 +23,7 @@ class Table:
 
     @property
     def numbers(self) -> set[int]:
-        return set(range(1, len(self.header)))
+        return {i for i in range(1, len(self.header)) if all(len(row[i]) <= 16 for row in self.rows)}
 
 
 @dataclass(frozen=True, kw_only=True)
