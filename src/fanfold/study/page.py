@@ -11,7 +11,6 @@ from ..report.render import render
 from . import figures
 from .published import TABLES
 
-
 _SHOWN = 12  # of the verdicts; the rest is folded
 
 
