@@ -22,7 +22,7 @@ NAMES = counted.TRAINED  # in the order of an operator's arguments
 # Tokens of a block. Products of fewer tokens are slower, and each block reads and writes the gradients of the matrices;
 # what lies in buffers between them grows with it: three of [block, F]. Of eager's time at 768x3072 with 2048 tokens:
 # "input" in float32 1.37 in blocks of 256, 1.11 of 512, 1.17 of 1024; "all" in bfloat16 1.14 of 1024, 0.90 of 2048
-# (2 threads, Xeon with AMX, 2026-11-30).
+# (each by turns in one run, 2 threads, shared Xeon with AMX, 2026-11-30; other runs differ by a tenth).
 BLOCKS = {"all": 1024, "preact": 1024, "input": 512, "tiles": 256}
 
 
