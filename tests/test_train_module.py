@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fanfold as ff
 from fanfold import Spec, numerics, reference
 from fanfold.count import ffn as counted
-from fanfold.kernels import dispatch, train
+from fanfold.kernels import blocks, dispatch, train
 from fanfold.kernels import torch as torch_ops
 
 SAVES = counted.SAVES
@@ -28,7 +28,9 @@ ROUNDING = 32 * numerics.UNIT_ROUNDOFF["float32"]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(train, "BLOCKS", {"all": 16, "preact": 16, "input": 8, "tiles": 3})
+    cut = {"all": (16, 16, 2), "preact": (16, 8, 1), "input": (8, 16, 3), "tiles": (3, 3, 2)}
+    monkeypatch.setattr(train, "BLOCKS", {save: blocks.Block(*sizes) for save, sizes in cut.items()})
+    monkeypatch.setattr(blocks, "_ALIGNED", 1)
 
 
 def module(spec: Spec, save: str = "all", dtype=torch.float32, backend: str = "auto") -> ff.nn.FeedForward:

@@ -122,6 +122,51 @@ void activations(const fanfold::Isa& isa) {
   }
 }
 
+// The middle of an FFN in training: every activation, type and width, with and without each part.
+void middles(const fanfold::Isa& isa) {
+  for (int act = 0; act < fanfold::kActCount; ++act) {
+    for (const ptrdiff_t width : {1, 15, 16, 33}) {
+      for (const DType type : kTypes) {
+        const ptrdiff_t count = 1 + cases % 9, gap = cases % 3, stride = width + gap;
+        const bool gated = cases % 2 == 0, clamped = cases % 5 == 0;
+        snprintf(current_case, sizeof current_case, "middle %d %s width %td x %d tokens %td gap %td", act, isa.name,
+                 width, type, count, gap);
+        Buffer parts[6];
+        fanfold::Rows rows[6];
+        for (int i = 0; i < 6; ++i) {
+          parts[i] = numbers(count, width, stride, type);
+          rows[i] = {parts[i].data(), stride};
+        }
+        put_number(parts[1].data(), type, kStrange[cases % 10]);
+        const Buffer mask(static_cast<size_t>((count - 1) * width + width), 1);
+        memset(mask.data(), cases % 2, mask.size());
+        fanfold::Middle c;
+        c.threads = 1 + cases % 3;
+        c.dtype = type;
+        c.tokens = count;
+        c.d_ff = width;
+        if (gated) c.gate = rows[0];
+        c.up = rows[1];
+        c.m = cases % 4 == 0 ? rows[1] : rows[5];
+        if (cases % 7 != 0) {
+          c.grad = rows[2];
+          if (gated) c.to_gate = cases % 3 == 0 ? rows[0] : rows[3];
+          c.to_up = cases % 4 == 1 ? rows[2] : rows[4];
+        }
+        if (cases % 3 != 0) {
+          c.mask = mask.data();
+          c.mask_stride = width;
+        }
+        c.act = act;
+        for (double& value : c.params) value = 0.5;
+        c.gate_limit = c.up_limit = clamped ? 0.5f : INFINITY;
+        isa.kernels->middle(c);
+        ++cases;
+      }
+    }
+  }
+}
+
 void drive(const fanfold::Isa& isa, const std::string& part) {
   if (part == "all" || part == "packed") {
     for (int i = 0; i < kModes; ++i) {
@@ -138,6 +183,7 @@ void drive(const fanfold::Isa& isa, const std::string& part) {
   if (part == "all" || part == "odd") {
     odd_values(isa);
     activations(isa);
+    middles(isa);
   }
   printf("%s: %d cases\n", isa.name, cases);
 }

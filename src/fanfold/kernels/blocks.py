@@ -7,6 +7,7 @@ lies whole. Plain tensors of one dtype, no autograd.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,23 +15,37 @@ from torch import Tensor
 from ..weights import Weights
 from . import slopes
 
+_ALL = slice(None)
 _WIDE = ("gate", "up", "coefficients")
+_ALIGNED = 64  # channels
 _HALF = (torch.bfloat16, torch.float16)
 # A gradient in 16 bits is rounded with each block added to it: after so many the sum goes on in float32.
 _GROUP = 8
 
 
-class _Buffers:
-    """[block, F] buffers by name, made when first asked for."""
+class Block(NamedTuple):
+    """What is computed at a time: forward tokens of all channels; tokens of a `parts`th of the channels in backward."""
 
-    def __init__(self, like: Tensor, block: int, d_ff: int) -> None:
-        self._like, self._shape = like, (block, d_ff)
+    forward: int
+    tokens: int
+    parts: int
+
+    def width(self, d_ff: int) -> int:
+        """Channels of a block of backward, whole cache lines of them in every dtype."""
+        return min(-(-d_ff // (self.parts * _ALIGNED)) * _ALIGNED, d_ff)
+
+
+class _Buffers:
+    """[rows, columns] by name, made when first asked for: the first block is the largest."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
         self._made: dict[str, Tensor] = {}
 
-    def get(self, name: str, rows: int) -> Tensor:
+    def get(self, name: str, rows: int, columns: int) -> Tensor:
         if name not in self._made:
-            self._made[name] = self._like.new_empty(self._shape)
-        return self._made[name][:rows]
+            self._made[name] = self._like.new_empty(rows, columns)
+        return self._made[name][:rows, :columns]
 
 
 def _blocks(tokens: int, block: int) -> Iterator[slice]:
@@ -55,15 +70,15 @@ def forward(
     spec, tokens = weights.spec, len(x_TD)
     y_TD = x_TD.new_empty(tokens, spec.d_model)
     whole = {name: x_TD.new_empty(tokens, spec.d_ff) for name in _WIDE if name in kept}
-    work = _Buffers(x_TD, min(block, tokens), spec.d_ff)
+    work = _Buffers(x_TD)
     first = "gate" if spec.gated else "up"
     for span in _blocks(tokens, block):
         rows = span.stop - span.start
         x, mask = x_TD[span], None if mask_TF is None else mask_TF[span]
-        m = whole["coefficients"][span] if "coefficients" in whole else work.get("coefficients", rows)
+        m = whole["coefficients"][span] if "coefficients" in whole else work.get("coefficients", rows, spec.d_ff)
         pre = whole[first][span] if first in whole else m  # what nobody keeps gives its place to the coefficients
         if spec.gated:
-            up = whole["up"][span] if "up" in whole else work.get("up", rows)
+            up = whole["up"][span] if "up" in whole else work.get("up", rows, spec.d_ff)
             _linear(x, weights.gate, weights.gate_bias, pre)
             _linear(x, weights.up, weights.up_bias, up)
             slopes.coefficients(spec, pre, up, m, mask)
@@ -75,30 +90,30 @@ def forward(
 
 
 class _MatrixSum:
-    """sum over blocks of left [t, out]^T @ right [t, in], in the dtype of the operands."""
+    """sum over blocks of tokens of left [t, out]^T @ right [t, in], in the dtype of the operands, a part at a time."""
 
     def __init__(self, shape: tuple[int, ...], like: Tensor, blocks: int) -> None:
         self._part = like.new_empty(shape)
         self._total = like.new_zeros(shape, dtype=torch.float32) if like.dtype in _HALF and blocks > _GROUP else None
         self._added = 0
 
-    def add(self, left: Tensor, right: Tensor) -> None:
-        if self._added % _GROUP == 0 and (self._total is not None or self._added == 0):
-            self._flush()
-            torch.mm(left.t(), right, out=self._part)
+    def add(self, block: int, at: tuple[slice, slice], left: Tensor, right: Tensor) -> None:
+        """What the `block`th block of tokens, from 0, adds to the entries `at`."""
+        part, self._added = self._part[at], block + 1
+        if block == 0 or (self._total is not None and block % _GROUP == 0):
+            if self._total is not None and block:
+                self._total[at] += part
+            torch.mm(left.t(), right, out=part)
         else:
-            torch.addmm(self._part, left.t(), right, out=self._part)
-        self._added += 1
-
-    def _flush(self) -> None:
-        if self._total is not None and self._added:
-            self._total += self._part
+            torch.addmm(part, left.t(), right, out=part)
 
     def result(self) -> Tensor:
         if not self._added:
             return self._part.zero_()
-        self._flush()
-        return self._part if self._total is None else self._total
+        if self._total is None:
+            return self._part
+        self._total += self._part
+        return self._total
 
 
 class _RowSum:
@@ -107,8 +122,8 @@ class _RowSum:
     def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
         self._total = like.new_zeros(shape, dtype=torch.float32 if like.dtype in _HALF else like.dtype)
 
-    def add(self, rows: Tensor) -> None:
-        self._total += rows.sum(0, dtype=self._total.dtype)
+    def add(self, at: slice, rows: Tensor) -> None:
+        self._total[at] += rows.sum(0, dtype=self._total.dtype)
 
     def result(self) -> Tensor:
         return self._total
@@ -121,6 +136,8 @@ class Backward:
              these, they are computed from x again.
     trained  names of the gradients wanted: "x" and names of Weights.
     mask     as in `forward`.
+    A block is many tokens of few channels: channels have nothing to do with each other until the sum for x's gradient,
+    so that a matrix is read once, and its gradient written once, however many parts there are.
     """
 
     def __init__(
@@ -130,7 +147,7 @@ class Backward:
         weights: Weights,
         kept: dict[str, Tensor],
         trained: Collection[str],
-        block: int,
+        block: Block,
         mask_TF: Tensor | None,
     ) -> None:
         spec, tokens = weights.spec, len(grad_TD)
@@ -139,9 +156,12 @@ class Backward:
         self.down = "down" in trained
         self.to_gate = spec.gated and not {"x", "gate", "gate_bias"}.isdisjoint(trained)
         self.to_up = not {"x", "up", "up_bias"}.isdisjoint(trained)
-        self.work = _Buffers(grad_TD, min(block, tokens), spec.d_ff)
+        self.width = block.width(spec.d_ff)
+        self.work = _Buffers(grad_TD)
+        # One product for x's gradient instead of two, where many parts would round it to 16 bits too often.
+        self.joined = grad_TD.dtype in _HALF and block.parts > 4 and self.to_gate and self.to_up and "x" in trained
         self.dx_TD = grad_TD.new_empty(grad_TD.shape) if "x" in trained else None
-        blocks = -(-tokens // block)
+        blocks = -(-tokens // block.tokens)
         self.sums: dict[str, _MatrixSum | _RowSum] = {}
         for name, value in weights.items():
             if name in trained:
@@ -150,69 +170,92 @@ class Backward:
 
     def run(self) -> dict[str, Tensor]:
         """{name: gradient} of each of `trained`. In 16 bits those of matrices and biases may come in float32."""
-        for span in _blocks(len(self.grad_TD), self.block):
-            self._block(span)
+        for i, span in enumerate(_blocks(len(self.grad_TD), self.block.tokens)):
+            grad = self.grad_TD[span].contiguous()  # sum() gives one without strides, which each product would copy
+            total = self.sums.get("down_bias")
+            if isinstance(total, _RowSum):
+                total.add(_ALL, grad)
+            if self.to_gate or self.to_up or self.down:
+                for channels in _blocks(self.spec.d_ff, self.width):
+                    self._block(i, span, channels, grad)
         found = {name: total.result() for name, total in self.sums.items()}
         return found if self.dx_TD is None else {"x": self.dx_TD, **found}
 
-    def _block(self, span: slice) -> None:
-        grad = self.grad_TD[span].contiguous()  # sum() gives a gradient without strides, which each product would copy
-        self._add("down_bias", grad)
-        if not (self.to_gate or self.to_up or self.down):
-            return
+    def _block(self, i: int, span: slice, channels: slice, grad: Tensor) -> None:
         x = None if self.x_TD is None else self.x_TD[span]
-        gate, up, m = self._computed(x, len(grad)) if not self.kept else self._sliced(span)
-        mask = None if self.mask_TF is None else self.mask_TF[span]
+        rows, width = len(grad), channels.stop - channels.start
+        gate, up, m = self._computed(x, channels, rows) if not self.kept else self._sliced(span, channels)
+        mask = None if self.mask_TF is None else self.mask_TF[span, channels]
         if not (self.to_gate or self.to_up):
-            self._add("down", grad, m if m is not None else self._coefficients(gate, up, mask))
+            self._add_down(i, channels, grad, m if m is not None else self._coefficients(gate, up, mask))
             return
-        dup = torch.mm(grad, self.weights.down, out=self.work.get("grad", len(grad)))
+        dup = torch.mm(grad, self.weights.down[:, channels], out=self._place("up", rows, width))
         # recomputed pre-activations are ours to write over, kept ones are not: a second backward may read them
         dgate = None
         if self.to_gate:
-            dgate = self.work.get("to_gate", len(grad)) if self.kept else gate
+            dgate = self._place("gate", rows, width) if self.kept else gate
         made = None
         if self.down and m is None:
-            made = m = self.work.get("coefficients", len(grad)) if self.kept else up
+            made = m = self.work.get("coefficients", rows, width) if self.kept else up
         slopes.gradients(self.spec, gate, up, dup, dgate, self.to_up, made, mask)
-        self._add("down", grad, m)
-        self._inward("gate", dgate, x, span, first=True)
-        self._inward("up", dup if self.to_up else None, x, span, first=dgate is None)
+        self._add_down(i, channels, grad, m)
+        inward = {name: g for name, g in (("gate", dgate), ("up", dup if self.to_up else None)) if g is not None}
+        for name, g in inward.items():
+            self._add_inward(name, i, channels, g, x)
+        if self.dx_TD is not None:
+            self._add_dx(self.dx_TD[span], channels, inward)
 
-    def _sliced(self, span: slice) -> tuple[Tensor | None, ...]:
-        gate, up, m = (self.kept[name][span] if name in self.kept else None for name in _WIDE)
+    def _place(self, name: str, rows: int, width: int) -> Tensor:
+        """Where the gradient of gate or up is written."""
+        if not self.joined:
+            return self.work.get(f"to {name}", rows, width)
+        both = self.work.get("to both", rows, 2 * width)
+        return both[:, :width] if name == "gate" else both[:, width:]
+
+    def _sliced(self, span: slice, channels: slice) -> tuple[Tensor | None, ...]:
+        gate, up, m = (self.kept[name][span, channels] if name in self.kept else None for name in _WIDE)
         return gate, m if gate is None and up is None else up, m  # relu(relu(x)) is relu(x), in value and slope
 
-    def _computed(self, x: Tensor | None, rows: int) -> tuple[Tensor | None, ...]:
+    def _computed(self, x: Tensor | None, channels: slice, rows: int) -> tuple[Tensor | None, ...]:
         assert x is not None
-        w, gate, up = self.weights, None, self.work.get("up", rows)
-        if self.spec.gated:
-            gate = self.work.get("gate", rows)
-            _linear(x, w.gate, w.gate_bias, gate)
-        _linear(x, w.up, w.up_bias, up)
-        return gate, up, None
+        width = channels.stop - channels.start
+        found = {}
+        for name in ("gate", "up") if self.spec.gated else ("up",):
+            bias = getattr(self.weights, f"{name}_bias")
+            found[name] = (
+                self._place(name, rows, width) if name == "gate" and self.to_gate else self.work.get(name, rows, width)
+            )
+            _linear(x, getattr(self.weights, name)[channels], None if bias is None else bias[channels], found[name])
+        return found.get("gate"), found["up"], None
 
     def _coefficients(self, gate: Tensor | None, up: Tensor | None, mask: Tensor | None) -> Tensor:
         assert up is not None
-        out = up if gate is None else gate
+        out = self.work.get("coefficients", *up.shape) if self.kept else up if gate is None else gate
         slopes.coefficients(self.spec, gate, up, out, mask)
         return out
 
-    def _inward(self, name: str, grad: Tensor | None, x: Tensor | None, span: slice, first: bool) -> None:
-        """What the gradient [t, F] of gate or up adds to its matrix, its bias, and x."""
-        if grad is None:
-            return
-        self._add(name, grad, x)
-        self._add(f"{name}_bias", grad)
-        if self.dx_TD is not None:
-            weight = getattr(self.weights, name)
-            dx = self.dx_TD[span]
-            torch.mm(grad, weight, out=dx) if first else torch.addmm(dx, grad, weight, out=dx)
+    def _add_inward(self, name: str, i: int, channels: slice, grad: Tensor, x: Tensor | None) -> None:
+        """What the gradient [t, F] of gate or up adds to its matrix and its bias."""
+        matrix, bias = self.sums.get(name), self.sums.get(f"{name}_bias")
+        if isinstance(matrix, _MatrixSum):
+            assert x is not None
+            matrix.add(i, (channels, _ALL), grad, x)
+        if isinstance(bias, _RowSum):
+            bias.add(channels, grad)
 
-    def _add(self, name: str, grad: Tensor, right: Tensor | None = None) -> None:
-        total = self.sums.get(name)
+    def _add_dx(self, dx: Tensor, channels: slice, inward: dict[str, Tensor]) -> None:
+        weights = {name: getattr(self.weights, name)[channels] for name in inward}
+        first, width = channels.start == 0, channels.stop - channels.start
+        if self.joined:
+            both = self.work.get("gate and up", 2 * width, dx.shape[1])
+            torch.cat(list(weights.values()), out=both)
+            inward, weights = {"both": self.work.get("to both", len(dx), 2 * width)}, {"both": both}
+        for name, grad in inward.items():
+            torch.mm(grad, weights[name], out=dx) if first else torch.addmm(dx, grad, weights[name], out=dx)
+            first = False
+
+    def _add_down(self, i: int, channels: slice, grad: Tensor, m: Tensor | None) -> None:
+        total = self.sums.get("down")
         if isinstance(total, _MatrixSum):
-            assert right is not None
-            total.add(grad, right)
-        elif total is not None:
-            total.add(grad)
+            assert m is not None
+            total.add(i, (_ALL, channels), grad, m)

@@ -1,7 +1,8 @@
-"""The elementwise half of a training step: coefficients and the gradients through them, in few passes over tiles.
+"""The elementwise half of a training step: coefficients and the gradients through them.
 
-T tokens, F d_ff. PyTorch ops that write into buffers, a tile of tokens at a time, so that the second op finds in the
-cache what the first one left there. No autograd is recorded.
+T tokens, F d_ff. On the CPU in float32 and bfloat16 one pass of the compiled kernels; elsewhere PyTorch ops that write
+into buffers, a tile of tokens at a time, so that the second op finds in the cache what the first one left there. No
+autograd is recorded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from .. import activations
 from ..spec import Spec
+from . import cpu
 from . import torch as torch_ops
 
 _aten = torch.ops.aten
@@ -86,11 +88,39 @@ def _noise(mask: Tensor, dtype: torch.dtype, dropout: float) -> Tensor:
     return mask.to(dtype).div_(1 - dropout)
 
 
+def _compiled(
+    spec: Spec,
+    gate: Tensor | None,
+    up: Tensor | None,
+    grad: Tensor | None,
+    to_gate: Tensor | None,
+    to_up: Tensor | None,
+    coefficients: Tensor | None,
+    mask: Tensor | None,
+) -> bool:
+    """What `gradients` says, in one pass over memory; False, and nothing done, where the kernels do not run."""
+    matrices = (gate, up, grad, to_gate, to_up, coefficients, mask)
+    given = [t for t in matrices if t is not None]
+    dtype = given[0].dtype
+    if torch.compiler.is_compiling() or torch_ops.transform_active() or dtype not in cpu._DTYPES or cpu.available():
+        return False
+    if not all(type(t) is Tensor and t.is_cpu and t.stride(1) == 1 for t in given):
+        return False
+    tokens, d_ff = given[0].shape
+    where = [(0, 0) if t is None else (t.data_ptr(), t.stride(0)) for t in matrices]
+    scale = 1.0 if mask is None else 1 / (1 - spec.dropout)
+    isa, threads = cpu._ISA_IDS[cpu.isa()], torch.get_num_threads()
+    cpu._cpu.middle(isa, threads, cpu._DTYPES[dtype], tokens, d_ff, *where, scale, *cpu._spec_args(spec))
+    return True
+
+
 def coefficients(spec: Spec, gate: Tensor | None, up: Tensor, out: Tensor, mask: Tensor | None) -> None:
     """out = act(gate) * up, or act(up) without a gate; with a mask [T, F] those dropped are 0, the others scaled.
 
     gate, up  [T, F] pre-activations; out  [T, F], which may be gate (up without a gate).
     """
+    if _compiled(spec, gate, up, None, None, None, out, mask):
+        return
     direct = _direct(spec)
     for tile in _tiles(*up.shape):
         g, u, m = None if gate is None else gate[tile], up[tile], out[tile]
@@ -123,6 +153,8 @@ def gradients(
     coefficients  [T, F], where they are written, or None; may be up.
     mask      as in `coefficients`.
     """
+    if _compiled(spec, gate, up, grad, to_gate, grad if to_up else None, coefficients, mask):
+        return
     direct = _direct(spec)
     rows = min(len(grad), _rows(grad.shape[1]))
     # act(gate) waits where the coefficients will go, its gradient where gate's will, if these places are not in use yet

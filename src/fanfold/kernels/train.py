@@ -17,18 +17,19 @@ from ..spec import Spec
 from ..weights import Weights
 from . import blocks, dispatch
 from . import torch as torch_ops
+from .blocks import Block
 
 NAMES = counted.TRAINED  # in the order of an operator's arguments
-# Tokens of a block. Products of fewer tokens are slower, and each block reads and writes the gradients of the matrices;
-# what lies in buffers between them grows with it: three of [block, F]. Of eager's time at 768x3072 with 2048 tokens:
-# "input" in float32 1.37 in blocks of 256, 1.11 of 512, 1.17 of 1024; "all" in bfloat16 1.14 of 1024, 0.90 of 2048
-# (each by turns in one run, 2 threads, shared Xeon with AMX, 2026-11-30; other runs differ by a tenth).
-BLOCKS = {"all": 1024, "preact": 1024, "input": 512, "tiles": 256}
-
-
-def block(save: str, dtype: torch.dtype) -> int:
-    """Tokens of a block: where gate and up are kept anyway, twice as many in 16 bits, which are as many bytes."""
-    return BLOCKS[save] * (2 if dtype.itemsize == 2 and save in ("all", "preact") else 1)
+# Between products lie two buffers of [forward, F] in forward and three of [tokens, F / parts] in backward: as much room
+# in both. Backward's blocks are of few channels, not of few tokens, which would read and write the matrices' gradients
+# once each: of eager's time at 768x2048 with 2048 tokens in bfloat16 "all" takes 0.92 in halves of the channels, 1.20 in
+# halves of the tokens (by turns in one run, 2 threads, shared Xeon with AMX, 2026-11-30; other runs differ by a tenth).
+BLOCKS = {
+    "all": Block(2048, 2048, 4),
+    "preact": Block(1024, 2048, 4),
+    "input": Block(768, 2048, 4),
+    "tiles": Block(384, 2048, 8),
+}
 
 
 class _Call(NamedTuple):
@@ -42,10 +43,11 @@ def ffn(x: Tensor, weights: Weights, save: str = "all", training: bool = False) 
 
     x        [..., d_model]  ->  [..., d_model], x's dtype (autocast's under autocast).
     save     "all": x, gate, up and the coefficients; "preact": x, gate and up; "input": x alone, backward computes
-             again in blocks of 512 tokens; "tiles": x alone, in blocks of 256. See `fanfold.count.ffn.kept`.
+             again, a quarter of the channels of 2048 tokens at a time; "tiles": x alone, an eighth. See
+             `fanfold.count.ffn.kept`.
     training  apply the spec's dropout: the mask of torch's own dropout for the same seed, whatever `save` is.
-    Gradients are the same to rounding; in 16 bits those of matrices are summed over 8 blocks at most before the sum
-    goes on in float32, for which more than 8 blocks take 4 bytes per weight for the moment. A second derivative
+    Gradients are the same to rounding; in 16 bits those of matrices are summed over 8 blocks of tokens at most before
+    the sum goes on in float32, for which more than 8 of them take 4 bytes per weight for the moment. A second derivative
     computes forward again in PyTorch's ops; so does everything under functorch, jit tracing, forward-mode AD or with
     tensor subclasses, where `save` has no effect.
     Raises BackendError if the dtypes or devices of x and the weights differ.
@@ -110,7 +112,7 @@ def _forward(call: _Call, tensors: list[Tensor | None], kept: tuple[str, ...]) -
     assert x is not None
     with _exact(x):
         weights, mask = _weights(call, tensors, x.dtype), _draw(call, x)
-        y, whole = blocks.forward(x.reshape(-1, call.spec.d_model), weights, kept, block(call.save, x.dtype), mask)
+        y, whole = blocks.forward(x.reshape(-1, call.spec.d_model), weights, kept, BLOCKS[call.save].forward, mask)
     if "mask" in kept and mask is not None:
         whole["mask"] = mask
     return y.view(x.shape), whole
@@ -128,8 +130,8 @@ def _backward(
     with _exact(grad_y), torch.no_grad():
         weights = _weights(call, tensors, grad_y.dtype)
         rows = None if x is None else x.reshape(-1, d_model)
-        tokens = block(call.save, grad_y.dtype)
-        step = blocks.Backward(grad_y.reshape(-1, d_model), rows, weights, whole, trained, tokens, mask)
+        block = BLOCKS[call.save]
+        step = blocks.Backward(grad_y.reshape(-1, d_model), rows, weights, whole, trained, block, mask)
         found = step.run()
     if "x" in found:
         found["x"] = found["x"].view(grad_y.shape)

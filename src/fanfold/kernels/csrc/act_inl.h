@@ -99,8 +99,12 @@ INL vf gelu_tanh(vf x) {  // (1 + tanh u) / 2 = sigmoid(2 u)
   return x * sigmoid(Pair{gelu_tanh_argument(p.low), gelu_tanh_argument(p.high)});
 }
 
-INL vf gelu_erf(vf x) {
-  // x Phi(x); Phi(-a) = exp(-a^2 / 2) P(a), P(a) = erfcx(a / sqrt 2) / 2 = p(t) / (a + 3), t = (a - 3) / (a + 3):
+struct Normal {
+  vf below;    // Phi(x)
+  vf density;  // times sqrt(2 pi)
+};
+INL Normal normal(vf x) {
+  // Phi(-a) = exp(-a^2 / 2) P(a), P(a) = erfcx(a / sqrt 2) / 2 = p(t) / (a + 3), t = (a - 3) / (a + 3):
   // the quotient takes P's decay, so that the polynomial's terms do not cancel.
   const vf a = at_most(vabs(x), 16.0f);
   const vf inverse = 1.0f / (a + 3.0f);
@@ -117,9 +121,11 @@ INL vf gelu_erf(vf x) {
   p = p * t + -5.093320012e-01f;
   p = p * t + 7.290837169e-01f;
   const Pair d = to_double(a);
-  const vf tail = p * inverse * exp_neg({0.5 * d.low * d.low, 0.5 * d.high * d.high});
-  return x * (x < 0.0f ? tail : 1.0f - tail);
+  const vf density = exp_neg({0.5 * d.low * d.low, 0.5 * d.high * d.high});
+  const vf tail = p * inverse * density;
+  return {x < 0.0f ? tail : 1.0f - tail, density};
 }
+INL vf gelu_erf(vf x) { return x * normal(x).below; }
 
 INL vf log1p_unit(vf e) {  // 0 <= e <= 1: 2 atanh(e / (2 + e))
   const vf s = e / (2.0f + e), z = s * s;

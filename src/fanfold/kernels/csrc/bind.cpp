@@ -224,6 +224,38 @@ void activation(int isa, uintptr_t src, uintptr_t dst, ptrdiff_t n, int act, con
   checked(isa).kernels->activation(act_id(act), values, pointer<const float>(src), pointer<float>(dst), n);
 }
 
+using RowsAt = std::tuple<uintptr_t, ptrdiff_t>;  // address and stride; address 0: absent
+
+fanfold::Rows rows(const RowsAt& at) { return {pointer<void>(std::get<0>(at)), std::get<1>(at)}; }
+
+void middle(int isa, int threads, int dtype_code, ptrdiff_t tokens, ptrdiff_t d_ff, const RowsAt& gate,
+            const RowsAt& up, const RowsAt& grad, const RowsAt& to_gate, const RowsAt& to_up, const RowsAt& m,
+            const RowsAt& mask, float kept_scale, int act, const Params& params, float gate_limit, float up_limit,
+            float up_offset) {
+  fanfold::Middle c;
+  c.threads = threads < 1 ? 1 : threads;
+  c.dtype = dtype(dtype_code);
+  c.tokens = tokens;
+  c.d_ff = d_ff;
+  c.gate = rows(gate);
+  c.up = rows(up);
+  c.grad = rows(grad);
+  c.to_gate = rows(to_gate);
+  c.to_up = rows(to_up);
+  c.m = rows(m);
+  c.mask = pointer<const uint8_t>(std::get<0>(mask));
+  c.mask_stride = std::get<1>(mask);
+  c.kept_scale = kept_scale;
+  c.act = act_id(act);
+  set_params(c.params, params);
+  c.gate_limit = gate_limit;
+  c.up_limit = up_limit;
+  c.up_offset = up_offset;
+  const fanfold::Kernels& kernels = *checked(isa).kernels;
+  const nb::gil_scoped_release release;
+  kernels.middle(c);
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, m) {
@@ -240,6 +272,7 @@ NB_MODULE(_cpu, m) {
   m.def("products", &products);
   m.def("holds", &holds);
   m.def("activation", &activation);
+  m.def("middle", &middle);
   m.def("use_large_pages", &use_large_pages);
   m.def("peak", &peak, "Operations per second that this CPU reaches with an arithmetic; 0 without a unit for it.");
 }

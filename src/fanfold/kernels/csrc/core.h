@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace fanfold {
 
@@ -58,11 +59,36 @@ struct Call {
   float gate_limit = 0, up_limit = 0, up_offset = 0;
 };
 
+// [T, F] numbers of the call's dtype: row t starts at data + t * stride. data == nullptr: absent, or not wanted.
+struct Rows {
+  void* data = nullptr;
+  ptrdiff_t stride = 0;
+};
+
+// The middle of an FFN in training. From pre-activations the coefficients m = act(gate) * up, or act(up) without a
+// gate; from their gradient those of gate and up. With a mask what it drops is 0 and what it leaves is scaled by
+// `kept_scale`. Any result may be written over any input.
+struct Middle {
+  int threads = 1;
+  DType dtype = kFloat32;
+  ptrdiff_t tokens = 0;
+  ptrdiff_t d_ff = 0;
+  Rows gate, up, grad;            // read; grad may be absent: then m alone is computed
+  Rows to_gate, to_up, m;         // written
+  const uint8_t* mask = nullptr;  // [T, F] of 0 and 1
+  ptrdiff_t mask_stride = 0;
+  float kept_scale = 1;
+  int act = kIdentity;
+  double params[4] = {0, 0, 0, 0};
+  float gate_limit = 0, up_limit = 0, up_offset = 0;
+};
+
 // What one instruction set offers; `workspace` says how many floats `run` needs.
 struct Kernels {
   size_t (*workspace)(const Call&);
   void (*run)(const Call&, float* workspace);
   void (*activation)(int act, const double* params, const float* src, float* dst, ptrdiff_t n);
+  void (*middle)(const Middle&);
 };
 
 struct PackedKernels;  // packed.h

@@ -18,6 +18,7 @@ namespace {
 //
 #include "act_inl.h"
 #include "combine_inl.h"
+#include "slopes_inl.h"
 //
 #include "few_inl.h"
 //
@@ -120,6 +121,6 @@ void activation(int act, const double* params, const float* src, float* dst, ptr
 }  // namespace FANFOLD_NS
 
 extern const Kernels FANFOLD_TABLE;
-const Kernels FANFOLD_TABLE = {FANFOLD_NS::workspace, FANFOLD_NS::run, FANFOLD_NS::activation};
+const Kernels FANFOLD_TABLE = {FANFOLD_NS::workspace, FANFOLD_NS::run, FANFOLD_NS::activation, FANFOLD_NS::middle};
 
 }  // namespace fanfold
