@@ -29,9 +29,10 @@ class FeedForward(nn.Module):
 
     spec     what it computes; `dropout` acts on the coefficients, in training.
     backend  "auto" or a name, as in `fanfold.ffn`.
-    save     what forward keeps for backward in training, least first: "tiles" (x; computed in blocks of 256 tokens, so
-             that no [tokens, d_ff] tensor exists), "input" (x; blocks of 512), "preact" (x, gate, up), "all" (the
-             coefficients too, so that nothing is multiplied again). `fanfold.cost(spec, tokens=…).saved_bytes` tells
+    save     what forward keeps for backward in training, least first: "tiles" (x; backward computes an eighth of the
+             channels of 2048 tokens at a time, forward 384 tokens: no [tokens, d_ff] tensor exists), "input" (x; twice
+             as much at a time), "preact" (x, gate, up), "all" (the coefficients too, so that nothing is multiplied
+             again). `fanfold.cost(spec, tokens=…).saved_bytes` tells
              the bytes. Gradients are the same to rounding, with dropout too. The cpu backend, if named, keeps x alone;
              torch.compile keeps what it finds best under "all" and "preact", and x alone under the others.
     x  [..., d_model]  ->  [..., d_model], x's dtype (autocast's under autocast).

@@ -1,5 +1,6 @@
 // Every kernel on 2 and 4 threads, and two callers at once on the same weights, under ThreadSanitizer.
 //   drive_races ISA     a name, or "list" for the names
+#include <cmath>
 #include <string>
 #include <thread>
 #include <vector>
@@ -83,6 +84,26 @@ void not_finite(const fanfold::Isa& isa) {
   output_of(*isa.packed, l.call, 4, 0xff);
 }
 
+// The middle of an FFN in training, results written over what they are made of.
+void middle(const fanfold::Isa& isa) {
+  snprintf(current_case, sizeof current_case, "middle %s", isa.name);
+  for (const ptrdiff_t count : kCounts) {
+    Buffer parts[3];
+    fanfold::Middle c;
+    for (int i = 0; i < 3; ++i) parts[i] = numbers(count, kShape.d_ff, kShape.d_ff, fanfold::kFloat32);
+    c.gate = c.to_gate = {parts[0].data(), kShape.d_ff};
+    c.up = c.m = {parts[1].data(), kShape.d_ff};
+    c.grad = c.to_up = {parts[2].data(), kShape.d_ff};
+    c.threads = 4;
+    c.tokens = count;
+    c.d_ff = kShape.d_ff;
+    c.act = fanfold::kGeluErf;
+    c.gate_limit = c.up_limit = INFINITY;
+    isa.kernels->middle(c);
+    ++cases;
+  }
+}
+
 void drive(const fanfold::Isa& isa) {
   constexpr DType kTypes[] = {fanfold::kFloat32, fanfold::kBFloat16};
   for (int i = 0; i < kModes; ++i) {
@@ -92,6 +113,7 @@ void drive(const fanfold::Isa& isa) {
     for (const bool transposed : {false, true}) plain(isa, w, w, transposed);
   }
   not_finite(isa);
+  middle(isa);
   printf("%s: %d cases\n", isa.name, cases);
 }
 

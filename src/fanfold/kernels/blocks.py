@@ -1,4 +1,4 @@
-"""A training step of the FFN over blocks of tokens: forward that keeps what it is told to, and backward.
+"""A training step of the FFN over blocks of tokens and channels: forward that keeps what it is told to, and backward.
 
 T tokens, D d_model, F d_ff. Matrix products are PyTorch's, into buffers that one block after another uses; what is kept
 lies whole. Plain tensors of one dtype, no autograd.
