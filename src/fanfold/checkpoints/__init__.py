@@ -128,9 +128,10 @@ def load(
                 Q4_0 and Q4_1 as q8_0, q4_0 and q4_1 with the file's own codes and scales, F32, BF16 and F16 as they
                 are; biases become float32. One layer is in memory at a time, once. Quantized folders always are.
 
-    rank, tp    give the parts of rank `rank` of `tp` alone, as `parallel.shard` cuts them (`plans` says where): of
-                safetensors and GGUF no other bytes are read, into memory of their own; of a quantized folder one whole
-                layer at a time; of a folder of shards the rank's own, or for another tp what it needs of the others'.
+    rank, tp    give the parts of rank `rank` of `tp` alone, as `parallel.shard` cuts them (`plans` says where). No
+                other bytes are read, into memory of their own; of packed matrices, which lie in columns of 16 outputs,
+                the columns that the cut goes through are read whole. A folder of shards gives the rank's own, or for
+                another tp what it needs of the others'.
 
     The activation comes, in this order, from `activation=`; from the code of the model type where that fixes it
     (BLOOM, MPT); from the field of config.json that this model type reads; from that model type's default. `notes`

@@ -6,6 +6,7 @@ down are mostly shorter than pages and what the system reads ahead.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -97,14 +98,18 @@ def read_cut(ref: TensorRef, cut: Cut) -> torch.Tensor | formats.Quantized:
     else:
         inner = [(start // unit * size, (stop - start) // unit * size) for start, stop in cut.ranges]
         spans = [(ref.start + i * row + at, n) for i in range(rows) for at, n in inner]
-    _fill(ref.file, ref.name, spans, out)
+    places = itertools.accumulate((n for _, n in spans), initial=0)
+    fill(ref.file, ref.name, [(start, at, n) for (start, n), at in zip(spans, places)], out)
     if ref.format in BLOCKS:
         return formats.from_gguf_blocks(out.numpy(), ref.format.lower(), lengths)
     return out.view(FLOATS[ref.format]).reshape(lengths if len(ref.shape) == 2 else lengths[:1])
 
 
-def _fill(file: MappedFile, name: str, spans: list[tuple[int, int]], out: torch.Tensor) -> None:
-    """Read (start, bytes) spans of the file, one after the other, into `out`."""
+def fill(file: MappedFile, name: str, spans: list[tuple[int, int, int]], out: torch.Tensor) -> None:
+    """Read spans (byte in the file, byte in `out`, bytes) of a file, for the tensor `name`, into `out` [bytes] uint8.
+
+    Raises CheckpointError if the file has changed since it was opened.
+    """
     try:
         descriptor = os.open(file.path, os.O_RDONLY)
     except OSError as error:
@@ -112,14 +117,13 @@ def _fill(file: MappedFile, name: str, spans: list[tuple[int, int]], out: torch.
     try:
         if identity(os.fstat(descriptor)) != file.identity:
             raise CheckpointError(f"{file.path}: has changed since it was opened: load it again")
-        memory, at = out.numpy().data, 0
-        for start, n_bytes in spans:
+        memory = out.numpy().data
+        for start, at, n_bytes in spans:
             done = 0
             while done < n_bytes:
                 got = os.preadv(descriptor, [memory[at + done : at + n_bytes]], start + done)
                 if got == 0:
                     raise CheckpointError(f"{file.path}: tensor {show(name)} ends early: load the file again")
                 done += got
-            at += n_bytes
     finally:
         os.close(descriptor)

@@ -18,11 +18,13 @@ from typing import Any
 
 from ..layout import Layout
 from ..parallel import slices
-from ..parallel.plans import Plan, plan
+from ..parallel.plans import Cut, Plan, plan
 from ..spec import Spec
 from ..weights import Weights
 from . import jsonfile, quantized
 from .errors import CheckpointError, show
+from .packed_parts import Piece, gather
+from .partial import read_cut
 from .quantized import PackedFFN
 from .tensors import TensorRef
 
@@ -43,16 +45,33 @@ class JoinedFFN:
     layout: Layout = field(default_factory=Layout)
 
     def read(self) -> Weights:
-        """Its Weights of `PackedMatrix`, bit by bit what cutting the whole for this number of ranks gives."""
-        own, pieces = self.plan.ranks[self.rank], []
-        for start, stop, ffn in self.sources:
-            low, high = max(own.start, start), min(own.stop, stop)
-            if low < high:
-                bias = own.spec.down_bias and not pieces
-                pieces.append(slices.channels(ffn.read(), low - start, high - start, bias))
-        return slices.unshard(pieces)
+        """Its Weights of `PackedMatrix`, bit by bit what cutting the whole for this number of ranks gives; no other
+        bytes are read, into memory of its own."""
+        own = self.plan.ranks[self.rank]
+        used = [
+            (ffn, (max(own.start, start) - start, min(own.stop, stop) - start))
+            for start, stop, ffn in self.sources
+            if max(own.start, start) < min(own.stop, stop)
+        ]
+        first, arrays = used[0][0], {}
+        for name in first.parts:
+            if name == "down_bias":
+                if own.spec.down_bias:
+                    arrays[name] = read_cut(first.parts[name], Cut(0, ((0, own.spec.d_model),)))
+            elif name in first.matrices:
+                arrays[name] = gather([_piece(ffn, name, part) for ffn, part in used], int(name == "down"))
+            else:
+                arrays[name] = slices.join([read_cut(ffn.parts[name], Cut(0, (part,))) for ffn, part in used], 0)
+        return Weights(own.spec, **arrays)
 
     read_packed = read
+
+
+def _piece(ffn: PackedFFN, name: str, channels: tuple[int, int]) -> Piece:
+    """The part of the matrix called `name` that belongs to these channels."""
+    shape, said = quantized.shape_of(ffn.spec, name), ffn.matrices[name]
+    rows, inputs = ((0, shape[0]), channels) if name == "down" else (channels, (0, shape[1]))
+    return Piece(ffn.parts[name], said["format"], said["activations"], shape, rows, inputs)
 
 
 def is_sharded(path: Path) -> bool:

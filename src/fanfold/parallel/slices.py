@@ -111,16 +111,20 @@ def cut(value: Any, dim: int, start: int, stop: int) -> Any:
     elif not group:  # a scale a row: every part has it
         tables = [value.scale.copy(), None]
     else:
-        for end in (start, stop):
-            if end % group and end != value.shape[1]:
-                raise ValueError(
-                    f"inputs {start} to {stop} of {value.shape[1]} cut a group of {group} ({value.format}): plan with "
-                    f"format={value.format!r}"
-                )
+        check_groups(value.format, value.shape[1], start, stop)
         groups = slice(start // group, -(-stop // group))
         tables = [None if t is None else t[:, groups].copy() for t in (value.scale, value.minimum)]
     codes = value.codes[start:stop] if dim == 0 else value.codes[:, start:stop]
     return _quantized(value.format, codes, *tables)
+
+
+def check_groups(format: str, length: int, start: int, stop: int) -> None:
+    """Raise ValueError if the ends of inputs start … stop, of rows of `length`, lie within a group of the format."""
+    group = formats.group(format)
+    if group and any(end % group and end != length for end in (start, stop)):
+        raise ValueError(
+            f"inputs {start} to {stop} of {length} cut a group of {group} ({format}): plan with format={format!r}"
+        )
 
 
 def join(pieces: Sequence[Any], dim: int) -> Any:
