@@ -31,11 +31,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
+from transformers import BertConfig, BertModel, OPTConfig, OPTModel
 
 import fanfold as ff
 from fanfold import numerics, parallel
 from fanfold.kernels import dispatch
 from fanfold.models.swap import swap
+from fanfold.parallel.packed_linear import ParallelPackedLinear
 from fanfold.parallel.sharded import ParallelPacked
 
 WORLD = 4
@@ -463,6 +465,241 @@ def swapped_models(mesh, rank, folder):
         # groups of the activations lie alike in parts and whole: the same integers, sums of floats in another order
         bound = 1e-2 if format == "bf16" else 1e-5
         assert numerics.relative_error(y, before) < bound, (format, numerics.relative_error(y, before))
+
+
+# ---- packed linears that a layer's own code connects ----
+
+
+def connected(kind, d_ff):
+    """(a random model of transformers, its inputs, its FFNs' paths and the linears in each)."""
+    torch.manual_seed(13)
+    sizes = {"vocab_size": 50, "num_hidden_layers": 2, "max_position_embeddings": 32, "hidden_size": 32}
+    if kind == "bert":
+        model = BertModel(BertConfig(**sizes, num_attention_heads=2, intermediate_size=d_ff))
+        places = [(f"encoder.layer.{i}", "intermediate.dense", "output.dense") for i in range(2)]
+    else:
+        model = OPTModel(OPTConfig(**sizes, num_attention_heads=2, ffn_dim=d_ff, word_embed_proj_dim=32))
+        places = [(f"decoder.layers.{i}", "fc1", "fc2") for i in range(2)]
+    for name, p in model.named_parameters():  # they begin as zeros
+        if name.endswith("bias"):
+            nn.init.normal_(p, std=0.3)
+    ids = torch.tensor(np.random.default_rng(1).integers(0, 50, (2, 9)))
+    return model.eval(), {"input_ids": ids}, places
+
+
+def packed_pair(kind, d_ff, format, **options):
+    """(the model swapped, its twin, its exact twin in float64, inputs, places)."""
+    model, inputs, places = connected(kind, d_ff)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = swap(model, format=format, verify=False, inputs=inputs, **options).ffns
+        assert [row.status for row in rows] == ["swapped"] * 2, rows
+        exact = copy.deepcopy(model)
+        ff.unswap(exact)
+    return model, copy.deepcopy(model), exact.double(), inputs, places
+
+
+def hidden(model, inputs):
+    return model(**inputs).last_hidden_state.detach()
+
+
+FORMATS = {None: 97, "fp32": 97, "bf16": 97, "fp16": 98, "int8": 97, "int8_g32": 167, "int4_g64": 320, "q8_0": 160,
+           "q4_0": 167, "q4_1": 160}  # fmt: skip
+
+
+@check(2, 3)
+def connected_linears(mesh, rank, folder):
+    """BERT and OPT: one all-reduce an FFN, the numbers of one device, every projection and bias in its place."""
+    for kind, (format, d_ff) in itertools.product(("bert", "opt"), FORMATS.items()):
+        what = (kind, format)
+        model, one, exact, inputs, places = packed_pair(kind, d_ff, format)
+        before = sorted(model.state_dict())
+        assert parallel.apply(model, mesh, inputs=inputs) is model
+        with torch.no_grad():
+            single, truth = hidden(one, inputs), hidden(exact, inputs)
+            with CommDebugMode() as counted:
+                within_rule(hidden(model, inputs), truth, single, what)  # it is to be seen: PyTorch's ops run
+            assert counted.get_total_counts() == 2, (what, counted.get_comm_counts())  # an all-reduce each
+            y = hidden(model, inputs)
+            within_rule(y, truth, single, what)
+            assert format is None or dispatch.last_backend() == "cpu"
+            rows = parallel.report(model)
+            assert [(row.path, row.status, row.tp) for row in rows] == [(p, "cut", mesh.size()) for p, *_ in places]
+            start, stop = rows[0].channels
+            assert (start, stop) == parallel.plan(rows[0].spec, mesh.size(), format or "fp32").ranges[rank]
+            if format is None:
+                assert sorted(model.state_dict()) == before
+                continue
+            for path, first, last in places:
+                up, down = (model.get_submodule(f"{path}.{name}") for name in (first, last))
+                assert isinstance(up, ParallelPackedLinear)
+                assert (up.kinds[0][1], down.kinds[0][1]) == ((stop - start, 32), (32, stop - start))
+                assert up.bias.shape == (stop - start,)
+                twin = one.get_submodule(f"{path}.{first}")._fanfold.weight.parts[0]
+                assert torch.equal(up.weight().parts[0].data, parallel.slices.cut(twin, 0, start, stop).data)
+                twin = one.get_submodule(f"{path}.{last}")._fanfold.weight.parts[0]
+                assert torch.equal(down.weight().parts[0].data, parallel.slices.cut(twin, 1, start, stop).data)
+            assert "packed" in rows[1].parameters["down"], rows
+            assert ff.unswap(model) == []  # there is no whole to put back
+            assert torch.equal(hidden(model, inputs), y)
+            first, last = (model.get_submodule(f"{places[1][0]}.{name}") for name in places[1][1:])
+            for broken, factor in ((last, mesh.size()), (last, 0), (first, 0)):  # a rank's bias each, none; up's none
+                kept = broken.bias.clone()
+                broken.bias.mul_(factor)
+                assert not numerics.compare(hidden(model, inputs), truth, single).ok, what
+                broken.bias.copy_(kept)
+            if rank == 0:
+                first.packed.zero_()  # a rank that adds nothing
+            assert not numerics.compare(hidden(model, inputs), truth, single).ok, what
+
+
+@check(2, 3)
+def connected_linears_refused(mesh, rank, folder):
+    """With the numbers, and nothing changed."""
+    model, one, _, inputs, places = packed_pair("opt", 65, "q8_0")
+    with torch.no_grad():
+        before = hidden(model, inputs)
+        if mesh.size() == 3:  # 2 groups and a channel: one rank each
+            parallel.apply(model, mesh)
+            assert parallel.report(model)[0].channels == ((0, 32), (32, 64), (64, 65))[rank]
+            with pytest.raises(parallel.ParallelError, match="rank 0 of 3: its FFNs are cut already"):
+                parallel.apply(model, mesh)
+        model, *_ = packed_pair("bert", 32, "q8_0")
+        whole_module = model.encoder.layer[0].output.dense
+        n = mesh.size()
+        with pytest.raises(
+            parallel.ParallelError,
+            match=rf"rank 0 of {n}: d_ff=32 cannot be split over {n} ranks in groups of 32: it has 1 groups. Use tp",
+        ):
+            parallel.apply(model, mesh)
+        assert model.encoder.layer[0].output.dense is whole_module
+        with pytest.raises(parallel.ParallelError, match=r"its down is no part of this module"):
+            parallel.apply(model.encoder.layer[0].intermediate, mesh)
+        one.decoder.layers[0].fc1.register_forward_hook(lambda *_: None)
+        places = [path for path, *_ in places]
+        parallel.apply(one, mesh) if n == 2 else None
+        if n == 2:
+            rows = {row.path: (row.status, row.reason) for row in parallel.report(one)}
+            said = "decoder.layers.0.fc1 is hooked, or holds a foreign tensor"
+            assert rows == {places[0]: ("left", said), places[1]: ("cut", "")}
+            assert numerics.relative_error(hidden(one, inputs), before) < 1e-5
+        # ranks with other codes
+        other, *_ = packed_pair("opt", 96, "int8")
+        if rank:
+            other.decoder.layers[1].fc2._fanfold.weight.parts[0].data[100] ^= 1
+        with pytest.raises(parallel.ParallelError, match=r"the ranks disagree on weights"):
+            parallel.apply(other, mesh)
+
+
+@check(2, 3)
+def connected_linears_with_cut_tokens(mesh, rank, folder):
+    """Sequence parallelism, float and packed: each rank gives and gets its tokens; gradients of x; torch.compile."""
+    n = mesh.size()
+    for format in (None, "int8_g32", "bf16"):
+        x, g = tokens((2, 2 * n, 32)), tokens((2, 2 * n, 32), seed=2)
+        models = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            models.append(nn.Sequential(OPTLayer(32, 97)).eval())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                swap(models[-1], format=format, verify=False, inputs=(x,))
+        model, one = models
+        parallel.apply(model, mesh, sequence_parallel=True, inputs=(x,))
+        own = slice(2 * rank, 2 * rank + 2)
+        with torch.no_grad(), CommDebugMode() as counted:
+            model(x[:, own].contiguous())
+        kinds = {str(k).split(".")[-1]: v for k, v in counted.get_comm_counts().items()}
+        assert sum(kinds.values()) == 2, kinds  # all-gather, reduce-scatter
+        with torch.no_grad():
+            y = model(x[:, own].contiguous())
+            assert numerics.relative_error(y, one(x)[:, own]) < 1e-5, format
+            fast = torch.compile(model, backend="aot_eager", fullgraph=format is not None)
+            assert numerics.relative_error(fast(x[:, own].contiguous()), y) < 1e-5, format
+        xs = [x[:, own].clone().requires_grad_(), x.clone().requires_grad_()]
+        for m, v, w in zip((model, one), xs, (g[:, own], g)):
+            for p in m.parameters():
+                p.requires_grad_(False)
+            m(v).backward(w)
+        assert numerics.relative_error(xs[0].grad, xs[1].grad[:, own]) < 1e-5, format
+        if format is None:
+            continue
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model[0].fc2.packed.zero_()
+        model.load_state_dict(state)
+        with torch.no_grad():
+            assert torch.equal(model(x[:, own].contiguous()), y)
+        model.bfloat16()
+        assert model[0].fc1.bias.dtype == torch.float32
+        with torch.no_grad():
+            z = model(x[:, own].bfloat16().contiguous())
+        assert numerics.relative_error(z.float(), y) < 3e-2
+        with pytest.raises(RuntimeError, match=r"runs on the CPU"):
+            model.to("meta")
+        named = copy.deepcopy(one)
+        parallel.apply(named, mesh, backend="cpu")
+        with torch.no_grad():
+            assert numerics.relative_error(named(x), one(x)) < 1e-5
+        assert dispatch.last_backend() == "cpu"
+        with pytest.raises(dispatch.BackendError, match=r"cannot run 0: packed weights are for inference"):
+            named(x.clone().requires_grad_())
+
+
+class GatedLayer(nn.Module):
+    """A gated FFN beside attention; its gate and up apart, in halves or in pairs of one matrix, or GPT-2's linears."""
+
+    def __init__(self, d, f, how):
+        super().__init__()
+        self.attention, self.norm, self.how = nn.Linear(d, d), nn.LayerNorm(d), how
+        if how == "apart":
+            self.gate_proj, self.up_proj, self.down_proj = nn.Linear(d, f), nn.Linear(d, f), nn.Linear(f, d)
+        elif how == "conv1d":
+            self.c_fc, self.c_proj = Conv1D(f, d), Conv1D(d, f)
+        else:
+            self.gate_up_proj, self.down_proj = nn.Linear(d, 2 * f), nn.Linear(f, d)
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        h = self.norm(x)
+        if self.how == "conv1d":
+            return x + self.c_proj(nn.functional.gelu(self.c_fc(h), approximate="tanh"))
+        if self.how == "apart":
+            gate, up = self.gate_proj(h), self.up_proj(h)
+        else:
+            both = self.gate_up_proj(h)
+            gate, up = (both[..., ::2], both[..., 1::2]) if self.how == "pairs" else both.chunk(2, -1)
+        return x + self.down_proj(nn.functional.silu(gate) * up)
+
+
+@check(2, 3)
+def connected_linears_of_other_kinds(mesh, rank, folder):
+    """Gated: apart, fused in halves, in pairs; [in, out]; one module shared by two places."""
+    x = tokens((2, 6, 32))
+    for how, format in itertools.product(("apart", "halves", "pairs", "conv1d"), ("fp32", "int8_g32", "q4_1")):
+        torch.manual_seed(3)
+        model = nn.Sequential(GatedLayer(32, 97, how), GatedLayer(32, 98, how)).eval()
+        model.append(model[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            rows = swap(model, format=format, verify=False, inputs=(x,)).ffns
+            assert [(row.kind, row.status) for row in rows] == [("pair", "swapped")] * 2, (how, rows)
+            one, exact = copy.deepcopy(model), copy.deepcopy(model)
+            ff.unswap(exact)
+        parallel.apply(model, mesh)
+        assert [row.status for row in parallel.report(model)] == ["cut"] * 2
+        with torch.no_grad():
+            truth, single = exact.double()(x.double()), one(x)
+            y = model(x)
+            assert dispatch.last_backend() == "cpu"
+            within_rule(y, truth, single, (how, format))
+            if format == "q4_1":
+                torch._dynamo.reset()  # it counts how often it compiled the same code, and stops
+                fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+                within_rule(fast(x), truth, single, (how, format, "compiled"))
+            for linear in (m for m in model[1].modules() if isinstance(m, ParallelPackedLinear)):
+                linear.bias.mul_(-1)
+                assert not numerics.compare(model(x), truth, single).ok, (how, format)
+                linear.bias.mul_(-1)
 
 
 @check(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from .linears import is_conv1d
 from .packed_weight import PackedWeight, pack, parameter
 from .quick import Quick, preparable
 from .states import AUTOCAST, GRADIENTS, LinearState
+
+if TYPE_CHECKING:
+    from .find import Found
 
 EXCHANGED = "its weight was exchanged after the swap"
 TABLE = "the table that its weight is tied to has changed"
@@ -28,7 +31,10 @@ class PackedLinearState(LinearState):
     dtype, requires_grad, kept  of the original parameter; `kept` is the original itself where it is to be kept.
     owner    (module, name) that goes on holding the original: a tied embedding.
     reloaded whether load_state_dict has written other weights into it.
+    found    the FFN that it belongs to, where a layer's own code connects its linears.
     """
+
+    found: Found | None = None
 
     def __init__(
         self, path: str, backend: str, weight: PackedWeight, stub: nn.Parameter, original: nn.Parameter

@@ -260,6 +260,8 @@ def _install(module: nn.Module, linears: dict[str, Any], found: Found, job: Job,
             state = job.packer.pack(linear, path, order, prepacked.parts(given, role))
             if owner is not None:
                 state.tie(owner[1:])
+            if found.kind == "pair":
+                state.found = found
         elif found.kind == "pair":
             install(linear, SwappedLinear, LinearState(path, None, job.backend))
         else:

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ..kernels import dispatch
-from ..layout import Layout
-from ..models.find import FindError, Found, find
-from ..models.linears import is_conv1d, pristine
-from ..models.packed_ffn import PackedFFNState
-from ..models.packing import put_back
-from ..models.states import LinearState
-from ..models.swapped import Swapped
-from ..nn import FeedForward, PackedFeedForward
+from ..models.find import Found
+from ..models.linears import is_conv1d
+from ..nn import FeedForward
 from ..spec import Spec
-from ..weights import Weights
 from . import storing
+from .items import Item, facts, prepare, sums
 from .lanes import Lane
-from .plans import Plan, plan
+from .packed_linear import Link, cut_linears
 from .sharded import ATTRIBUTE, ColumnLinear, Cut, ParallelDropout, ParallelFFN, ParallelPacked, RowLinear, install
 from .slices import shard
 from .together import agree, jointly
@@ -52,22 +46,6 @@ class Row:
     parameters: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-@dataclass
-class _Item:
-    """One FFN to be cut: where it is and what it is."""
-
-    path: str
-    spec: Spec
-    layout: Layout
-    projections: dict[str, str]
-    whole: bool = True
-    scale: float = 1.0
-    residual: bool = False
-    dropout: bool = False
-    packed: Weights | None = None
-    plan: Plan | None = None
-
-
 def apply(
     module: nn.Module,
     mesh: DeviceMesh,
@@ -81,7 +59,8 @@ def apply(
 
     module   a `nn.FeedForward`, a model swapped or not: any module whose FFNs `find` identifies. Every rank holds the
              same whole; each keeps its part of the FFNs' parameters afterwards, under the same names: DTensors on
-             `mesh` (see `report`). Packed FFNs (a swap to a format, `PackedFeedForward`) are replaced by packed parts.
+             `mesh` (see `report`). Packed FFNs (a swap to a format, `PackedFeedForward`) are replaced by packed parts,
+             where a layer's own code connects packed linears each of these; `unswap` does not bring them back.
     mesh     one-dimensional: init_device_mesh("cpu", (tp,)), or mesh["tp"] of a larger one; FSDP2's fully_shard goes
              over the other dimension, after this.
     sequence_parallel  x and y hold this rank's tokens (dimension -2; Shard(1) of [batch, tokens, d_model]): all-gather
@@ -97,12 +76,15 @@ def apply(
     what = "parallel.apply"
     dispatch.resolve(backend)
     rank, tp = mesh.get_local_rank(), mesh.size()
-    items, rows = jointly(what, group, lambda: _prepare(module, tp, found, inputs))
-    agree(what, group, {"version": version(), **_facts(items, sequence_parallel), "weights": _sums(module, items)})
+    items, left = jointly(what, group, lambda: prepare(module, tp, found, inputs))
+    agree(what, group, {"version": version(), **facts(items, sequence_parallel), "weights": sums(module, items)})
+    rows = [Row(path=one.path, spec=None, status="left", reason=one.reason, tp=tp) for one in left]
     tied: dict[int, nn.Parameter] = {}
     for item in items:
         lane = Lane(mesh, sequence_parallel, item.path or "(root)")
-        if item.packed is not None:
+        if item.apart:
+            _replace_linears(module, item, lane, rank, backend)
+        elif item.packed is not None:
             module = _replace(module, item, lane, rank, backend)
         else:
             _cut(module, item, lane, rank, backend, tied)
@@ -148,117 +130,8 @@ def version() -> list[Any]:
     return [_VERSION, torch.__version__]
 
 
-def _prepare(module: nn.Module, tp: int, found: list[Found] | None, inputs: Any) -> tuple[list[_Item], list[Row]]:
-    """(the FFNs to cut, with their plans; rows of those that are left). Changes nothing but undoing swaps in place."""
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"module is a {type(module).__name__}, expected a torch.nn.Module")
-    if any(ATTRIBUTE in m.__dict__ or isinstance(m, ParallelPacked) for m in module.modules()):
-        raise ValueError("its FFNs are cut already: apply is called once, on the whole module")
-    items = list(_packed(module)) or _floats(module, found, inputs)
-    rows = [Row(path=i.path, spec=None, status="left", reason=i.reason, tp=tp) for i in items if isinstance(i, Found)]
-    items = [i for i in items if isinstance(i, _Item)]
-    if not items:
-        said = "; ".join(f"{row.path or '(root)'}: {row.reason}" for row in rows[:3])
-        raise ValueError(f"no FFN of {type(module).__name__} can be cut: {said}")
-    for item in items:
-        format = item.packed.down.format if item.packed is not None else "fp32"
-        item.plan = plan(item.spec, tp, format, item.layout)
-    return items, rows
-
-
-def _packed(module: nn.Module) -> Iterator[_Item | Found]:
-    for path, m in module.named_modules():
-        if isinstance(m, PackedFeedForward):
-            yield _Item(path, m.spec, Layout(), {}, packed=m.weights())
-        state = m.__dict__.get("_fanfold")
-        if isinstance(state, PackedFFNState):
-            weights = state.weights(m)
-            if isinstance(weights, str):
-                raise ValueError(f"{path}: {weights}")
-            yield _Item(
-                path, state.spec, Layout(), {}, scale=state.scale, residual=state.residual, packed=weights,
-            )  # fmt: skip
-
-
-def _floats(module: nn.Module, found: list[Found] | None, inputs: Any) -> list[_Item | Found]:
-    ours = {path: m for path, m in module.named_modules() if isinstance(m, FeedForward)}
-    if found is None:
-        try:
-            found = [] if "" in ours else find(module, inputs=inputs)
-        except FindError:
-            if not ours:
-                raise
-            found = []
-    items: list[_Item | Found] = []
-    for path, m in ours.items():
-        at = f"{path}." if path else ""
-        roles = ("gate", "up", "down") if m.spec.gated else ("up", "down")
-        items.append(_Item(path, m.spec, Layout(), {role: f"{at}{role}_proj" for role in roles}))
-    users = _users(module)
-    for one in found:
-        if one.path in ours:
-            continue
-        items.append(one if one.spec is None else _found(module, one, users))
-    return items
-
-
-def _found(module: nn.Module, one: Found, users: dict[int, set[str]]) -> _Item | Found:
-    """An identified FFN as an item, or with the reason why it is left."""
-    assert one.spec is not None
-    assert one.layout is not None
-    linears = {path: module.get_submodule(path) for path in one.projections.values()}
-    mine = {one.path: module.get_submodule(one.path), **linears} if one.kind == "module" else linears
-    # a swap in place changed no parameter: without it the modules are what they were
-    put_back({path: m for path, m in mine.items() if isinstance(m, Swapped)})
-    for path, linear in linears.items():
-        if isinstance(linear.__dict__.get("_fanfold"), LinearState) or not pristine(linear):
-            return dataclasses.replace(one, spec=None, reason=f"{path} is packed, hooked, or holds a foreign tensor")
-        shared = {p for t in linear._parameters.values() if t is not None for p in users[id(t)]} - set(linears)
-        if any(id(module.get_submodule(p)) not in {id(m) for m in linears.values()} for p in shared):
-            return dataclasses.replace(one, spec=None, reason=f"{path} shares a parameter with {sorted(shared)[0]}")
-    return _Item(
-        one.path, one.spec, one.layout, one.projections, one.kind == "module", one.scale, one.residual, one.dropout
-    )  # fmt: skip
-
-
-def _users(module: nn.Module) -> dict[int, set[str]]:
-    """id of a parameter -> paths of the modules that hold it."""
-    out: dict[int, set[str]] = {}
-    for path, m in module.named_modules():
-        for p in m._parameters.values():
-            if p is not None:
-                out.setdefault(id(p), set()).add(path)
-    return out
-
-
-def _facts(items: list[_Item], sequence_parallel: bool) -> dict[str, Any]:
-    said: dict[str, Any] = {"sequence_parallel": sequence_parallel, "FFNs": [item.path for item in items]}
-    for item in items:
-        said[f"the spec of {item.path or '(root)'}"] = f"{item.spec.describe()}, {item.layout.describe()}"
-    return said
-
-
-def _sums(module: nn.Module, items: list[_Item]) -> list[Any]:
-    """A sum over the bits of each FFN's tensors: ranks that loaded other files, or drew other numbers, differ."""
-    out: list[Any] = []
-    for item in items:
-        if item.packed is not None:
-            tensors = [v if isinstance(v, Tensor) else v.data for _, v in item.packed.items()]
-        else:
-            linears = [module.get_submodule(path) for path in item.projections.values()]
-            tensors = [p.detach() for m in linears for p in m._parameters.values() if p is not None]
-        total = 0
-        for i, t in enumerate(tensors):
-            if t.device.type != "meta":
-                flat = t.contiguous().view(-1)
-                bits = flat.view(torch.int64 if flat.nbytes % 8 == 0 else torch.uint8)
-                total += (2 * i + 1) * int(bits.sum(dtype=torch.int64))
-        out.append(total)
-    return out
-
-
 def _cut(
-    root: nn.Module, item: _Item, lane: Lane, rank: int, backend: str, tied: dict[int, nn.Parameter]
+    root: nn.Module, item: Item, lane: Lane, rank: int, backend: str, tied: dict[int, nn.Parameter]
 ) -> None:  # fmt: skip
     assert item.plan is not None
     module = root.get_submodule(item.path)
@@ -289,7 +162,7 @@ def _cut(
         cut.look(module)
 
 
-def _replace(root: nn.Module, item: _Item, lane: Lane, rank: int, backend: str) -> nn.Module:
+def _replace(root: nn.Module, item: Item, lane: Lane, rank: int, backend: str) -> nn.Module:
     """Put this rank's packed part in the place of a packed FFN -> the root."""
     assert item.plan is not None
     assert item.packed is not None
@@ -305,7 +178,16 @@ def _replace(root: nn.Module, item: _Item, lane: Lane, rank: int, backend: str) 
     return root
 
 
-def _row(root: nn.Module, item: _Item, rank: int) -> Row:
+def _replace_linears(root: nn.Module, item: Item, lane: Lane, rank: int, backend: str) -> None:
+    """Put this rank's packed parts in the places of the packed linears of an FFN."""
+    assert item.plan is not None
+    assert item.packed is not None
+    part = shard(item.packed, item.plan, rank)
+    link = Link(lane, backend)
+    cut_linears(root, item.projections, part, item.packed.down_bias, item.layout.order, link)
+
+
+def _row(root: nn.Module, item: Item, rank: int) -> Row:
     assert item.plan is not None
     own = item.plan.ranks[rank]
     kept: dict[str, str] = {}
