@@ -583,6 +583,14 @@ def connected_linears_refused(mesh, rank, folder):
             said = "decoder.layers.0.fc1 is hooked, or holds a foreign tensor"
             assert rows == {places[0]: ("left", said), places[1]: ("cut", "")}
             assert numerics.relative_error(hidden(one, inputs), before) < 1e-5
+        # layer by layer, as PyTorch's own styles are applied
+        model, one, _, inputs, places = packed_pair("bert", 167, "int4_g32")
+        parallelize_module(model, mesh, {"encoder.layer.*": parallel.FFNParallel()})
+        for path, first, _ in places:
+            layer = model.get_submodule(path)
+            assert [(row.path, row.status) for row in parallel.report(layer)] == [("", "cut")]
+            assert isinstance(layer.get_submodule(first), ParallelPackedLinear)
+        assert numerics.relative_error(hidden(model, inputs), hidden(one, inputs)) < 1e-5
         # ranks with other codes
         other, *_ = packed_pair("opt", 96, "int8")
         if rank:
