@@ -26,7 +26,7 @@ NAMES = counted.TRAINED  # in the order of an operator's arguments
 # halves of the tokens (by turns in one run, 2 threads, shared Xeon with AMX, 2026-11-30; other runs differ by a tenth).
 BLOCKS = {
     "all": Block(2048, 2048, 4),
-    "preact": Block(1024, 2048, 4),
+    "preact": Block(2048, 2048, 4),
     "input": Block(768, 2048, 4),
     "tiles": Block(384, 2048, 8),
 }

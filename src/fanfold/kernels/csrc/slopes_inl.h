@@ -51,64 +51,109 @@ struct MiddlePart {
 };
 constexpr ptrdiff_t kMiddleRows = 4;  // of a task
 
-template <class T>
-INL vf read(const Rows& r, ptrdiff_t t, ptrdiff_t i, ptrdiff_t n) {
-  const T* const from = (const T*)r.data + t * r.stride + i;
-  return n == W ? load(from) : load_part(from, n);
+// 2 W elements in the order in which they are cheapest to widen (load_first, load_second), and back.
+struct Two {
+  vf first, second;
+};
+INL void put_two(float* p, Two v) {
+  store(p, v.first);
+  store(p + W, v.second);
 }
-template <class T>
-INL void write(const Rows& r, ptrdiff_t t, ptrdiff_t i, ptrdiff_t n, vf v) {
-  T* const to = (T*)r.data + t * r.stride + i;
-  if (n == W) return put(to, v);
-  for (ptrdiff_t j = 0; j < n; ++j) put(to + j, v[j]);
+INL vu high_half(vf v) {  // rounded as to_bf16 does it
+  const vu bits = (vu)v, rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  return (vu)(v != v ? (vi)(bits | 0x400000) : (vi)rounded);
+}
+INL void put_two(uint16_t* p, Two v) {
+  const vu both = (high_half(v.first) >> 16) | (high_half(v.second) & 0xffff0000u);
+  __builtin_memcpy(p, &both, sizeof both);
 }
 
-// The factor that dropout puts on coefficients.
-INL vf noise(const Middle& c, ptrdiff_t t, ptrdiff_t i, ptrdiff_t n) {
-  typedef uint8_t bytes __attribute__((vector_size(W)));
-  bytes kept = {};
-  __builtin_memcpy(&kept, c.mask + t * c.mask_stride + i, (size_t)n);
-  return __builtin_convertvector(kept, vi) != 0 ? splat(c.kept_scale) : vf{};
+template <class T>
+INL Two read(const Rows& r, ptrdiff_t t, ptrdiff_t i, ptrdiff_t n) {
+  const T* from = (const T*)r.data + t * r.stride + i;
+  T part[2 * W] = {};
+  if (n < 2 * W) {
+    for (ptrdiff_t j = 0; j < n; ++j) part[j] = from[j];
+    from = part;
+  }
+  return {load_first(from), load_second(from)};
 }
+template <class T>
+INL void write(const Rows& r, ptrdiff_t t, ptrdiff_t i, ptrdiff_t n, Two v) {
+  T* const to = (T*)r.data + t * r.stride + i;
+  if (n == 2 * W) return put_two(to, v);
+  T part[2 * W];
+  put_two(part, v);
+  for (ptrdiff_t j = 0; j < n; ++j) to[j] = part[j];
+}
+
+// The factors that dropout puts on coefficients, as `read` orders them.
+template <class T>
+INL Two noise(const Middle& c, ptrdiff_t t, ptrdiff_t i, ptrdiff_t n) {
+  typedef uint8_t bytes __attribute__((vector_size(W)));
+  uint8_t kept[2 * W] = {};
+  __builtin_memcpy(kept, c.mask + t * c.mask_stride + i, (size_t)n);
+  bytes half[2];
+  for (int j = 0; j < W; ++j) {
+    half[0][j] = kept[sizeof(T) == 2 ? 2 * j : j];
+    half[1][j] = kept[sizeof(T) == 2 ? 2 * j + 1 : W + j];
+  }
+  const auto factor = [&](bytes b) { return __builtin_convertvector(b, vi) != 0 ? splat(c.kept_scale) : vf{}; };
+  return {factor(half[0]), factor(half[1])};
+}
+
+// What is the same for every element of a call.
+struct Limits {
+  bool gated, limited, clipped;
+  float gate, up, offset;
+};
+
+struct Slopes {
+  vf to_gate, to_up, m;
+};
 
 // Cut: the slope is 0 for x <= 0 whatever it meets, as PyTorch's: infinity times 0 would be NaN.
+template <bool Cut, class F>
+INL Slopes slopes_of(const Limits& l, vf gate, vf up, vf grad, F curve) {
+  const vf pre = l.gated ? gate : up, x = l.limited ? at_most(pre, l.gate) : pre;
+  const Curve at = curve(x);
+  const vf factor = (l.clipped ? at_least(at_most(up, l.up), -l.up) : up) + l.offset;
+  vf inner = (l.gated ? grad * factor : grad) * at.slope;
+  if (Cut) inner = x <= 0.0f ? vf{} : inner;
+  if (!l.gated) return {vf{}, inner, at.value};
+  if (l.limited) inner = pre <= l.gate ? inner : vf{};
+  vf outer = grad * at.value;
+  if (l.clipped) outer = vabs(up) <= l.up ? outer : vf{};
+  return {inner, outer, at.value * factor};
+}
+
 template <class T, bool Cut, class F>
-INL void middle_row(const Middle& c, ptrdiff_t t, F curve) {
-  const bool gated = c.gate.data != nullptr, limited = c.gate_limit < __builtin_inff(),
-             clipped = c.up_limit < __builtin_inff();
-  for (ptrdiff_t i = 0; i < c.d_ff; i += W) {
-    const ptrdiff_t n = imin(W, c.d_ff - i);
-    const vf up = c.up.data != nullptr ? read<T>(c.up, t, i, n) : vf{};
-    const vf pre = gated ? read<T>(c.gate, t, i, n) : up;
-    const vf x = gated && limited ? at_most(pre, c.gate_limit) : pre;
-    const Curve at = curve(x);
-    const vf factor = at_least(at_most(up, c.up_limit), -c.up_limit) + c.up_offset;
-    vf m = gated ? at.value * factor : at.value;
-    if (c.grad.data != nullptr) {
-      vf grad = read<T>(c.grad, t, i, n);
-      if (c.mask != nullptr) grad *= noise(c, t, i, n);
-      vf inner = (gated ? grad * factor : grad) * at.slope;
-      if (Cut) inner = x <= 0.0f ? vf{} : inner;
-      if (gated) {
-        if (limited) inner = pre <= c.gate_limit ? inner : vf{};
-        if (c.to_gate.data != nullptr) write<T>(c.to_gate, t, i, n, inner);
-        inner = grad * at.value;
-        if (clipped) inner = vabs(up) <= c.up_limit ? inner : vf{};
-      }
-      if (c.to_up.data != nullptr) write<T>(c.to_up, t, i, n, inner);
-    }
-    if (c.m.data == nullptr) continue;
-    if (c.mask != nullptr) m *= noise(c, t, i, n);
-    write<T>(c.m, t, i, n, m);
+INL void middle_row(const Middle& c, const Limits& l, ptrdiff_t t, F curve) {
+  for (ptrdiff_t i = 0; i < c.d_ff; i += 2 * W) {
+    const ptrdiff_t n = imin(2 * W, c.d_ff - i);
+    const Two up = c.up.data != nullptr ? read<T>(c.up, t, i, n) : Two{};
+    const Two gate = l.gated ? read<T>(c.gate, t, i, n) : Two{};
+    Two grad = c.grad.data != nullptr ? read<T>(c.grad, t, i, n) : Two{};
+    const Two kept = c.mask != nullptr ? noise<T>(c, t, i, n) : Two{splat(1.0f), splat(1.0f)};
+    grad = {grad.first * kept.first, grad.second * kept.second};
+    const Slopes one = slopes_of<Cut>(l, gate.first, up.first, grad.first, curve);
+    const Slopes two = slopes_of<Cut>(l, gate.second, up.second, grad.second, curve);
+    if (c.to_gate.data != nullptr) write<T>(c.to_gate, t, i, n, {one.to_gate, two.to_gate});
+    if (c.to_up.data != nullptr) write<T>(c.to_up, t, i, n, {one.to_up, two.to_up});
+    if (c.m.data != nullptr) write<T>(c.m, t, i, n, {one.m * kept.first, two.m * kept.second});
   }
 }
 
 template <class T, bool Cut = false, class F>
 INL void middle_rows(MiddlePart& part, F curve) {
   const Middle& c = *part.call;
+  const bool gated = c.gate.data != nullptr;
+  const Limits limits = {
+      gated,      gated && c.gate_limit < __builtin_inff(), c.up_limit < __builtin_inff(), c.gate_limit, c.up_limit,
+      c.up_offset};
   for (ptrdiff_t i; (i = take(part.next)) * kMiddleRows < c.tokens;) {
     const ptrdiff_t end = imin((i + 1) * kMiddleRows, c.tokens);
-    for (ptrdiff_t t = i * kMiddleRows; t < end; ++t) middle_row<T, Cut>(c, t, curve);
+    for (ptrdiff_t t = i * kMiddleRows; t < end; ++t) middle_row<T, Cut>(c, limits, t, curve);
   }
 }
 
