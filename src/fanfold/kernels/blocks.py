@@ -6,6 +6,7 @@ lies whole. Plain tensors of one dtype, no autograd.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
@@ -24,7 +25,8 @@ _GROUP = 8
 
 
 class Block(NamedTuple):
-    """What is computed at a time: forward tokens of all channels; tokens of a `parts`th of the channels in backward."""
+    """What is computed at a time: in backward `tokens` of a `parts`th of the channels; in forward `forward` tokens of
+    all channels, or as in backward if these are fewer and not in 16 bits."""
 
     forward: int
     tokens: int
@@ -60,8 +62,14 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
         torch.addmm(bias, x, weight.t(), out=out)
 
 
+def _inner(x: Tensor, weights: Weights, name: str, channels: slice, out: Tensor) -> None:
+    """Pre-activations of gate or up."""
+    bias = getattr(weights, f"{name}_bias")
+    _linear(x, getattr(weights, name)[channels], None if bias is None else bias[channels], out)
+
+
 def forward(
-    x_TD: Tensor, weights: Weights, kept: Collection[str], block: int, mask_TF: Tensor | None
+    x_TD: Tensor, weights: Weights, kept: Collection[str], block: Block, mask_TF: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(y [T, D], {name: [T, F]} of what `kept` names among gate, up and coefficients).
 
@@ -72,20 +80,29 @@ def forward(
     whole = {name: x_TD.new_empty(tokens, spec.d_ff) for name in _WIDE if name in kept}
     work = _Buffers(x_TD)
     first = "gate" if spec.gated else "up"
-    for span in _blocks(tokens, block):
-        rows = span.stop - span.start
-        x, mask = x_TD[span], None if mask_TF is None else mask_TF[span]
-        m = whole["coefficients"][span] if "coefficients" in whole else work.get("coefficients", rows, spec.d_ff)
-        pre = whole[first][span] if first in whole else m  # what nobody keeps gives its place to the coefficients
-        if spec.gated:
-            up = whole["up"][span] if "up" in whole else work.get("up", rows, spec.d_ff)
-            _linear(x, weights.gate, weights.gate_bias, pre)
-            _linear(x, weights.up, weights.up_bias, up)
-            slopes.coefficients(spec, pre, up, m, mask)
+    # Few channels of many tokens need less room, but y is rounded with each part: in 16 bits once more is too often.
+    in_parts = block.forward < block.tokens and x_TD.dtype not in _HALF
+    rows, width = (block.tokens, block.width(spec.d_ff)) if in_parts else (block.forward, spec.d_ff)
+    for span, channels in itertools.product(_blocks(tokens, rows), _blocks(spec.d_ff, width)):
+        x, mask = x_TD[span], None if mask_TF is None else mask_TF[span, channels]
+
+        def place(name: str, span: slice = span, channels: slice = channels) -> Tensor:
+            if name in whole:
+                return whole[name][span]
+            return work.get(name, span.stop - span.start, channels.stop - channels.start)
+
+        m = place("coefficients")
+        pre = place(first) if first in whole else m  # what nobody keeps gives its place to the coefficients
+        gate, up = (pre, place("up")) if spec.gated else (None, pre)
+        for name, out in (("gate", gate), ("up", up)):
+            if out is not None:
+                _inner(x, weights, name, channels, out)
+        slopes.coefficients(spec, gate, up, m, mask)
+        down, y = weights.down[:, channels], y_TD[span]
+        if channels.start == 0:
+            _linear(m, down, weights.down_bias, y)
         else:
-            _linear(x, weights.up, weights.up_bias, pre)
-            slopes.coefficients(spec, None, pre, m, mask)
-        _linear(m, weights.down, weights.down_bias, y_TD[span])
+            torch.addmm(y, m, down.t(), out=y)
     return y_TD, whole
 
 
@@ -221,11 +238,9 @@ class Backward:
         width = channels.stop - channels.start
         found = {}
         for name in ("gate", "up") if self.spec.gated else ("up",):
-            bias = getattr(self.weights, f"{name}_bias")
-            found[name] = (
-                self._place(name, rows, width) if name == "gate" and self.to_gate else self.work.get(name, rows, width)
-            )
-            _linear(x, getattr(self.weights, name)[channels], None if bias is None else bias[channels], found[name])
+            ours = name == "gate" and self.to_gate
+            found[name] = self._place(name, rows, width) if ours else self.work.get(name, rows, width)
+            _inner(x, self.weights, name, channels, found[name])
         return found.get("gate"), found["up"], None
 
     def _coefficients(self, gate: Tensor | None, up: Tensor | None, mask: Tensor | None) -> Tensor:

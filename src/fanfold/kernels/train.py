@@ -21,9 +21,9 @@ from .blocks import Block
 
 NAMES = counted.TRAINED  # in the order of an operator's arguments
 # Between products lie two buffers of [forward, F] in forward and three of [tokens, F / parts] in backward: as much room
-# in both. Backward's blocks are of few channels, not of few tokens, which would read and write the matrices' gradients
-# once each: of eager's time at 768x2048 with 2048 tokens in bfloat16 "all" takes 0.92 in halves of the channels, 1.20 in
-# halves of the tokens (by turns in one run, 2 threads, shared Xeon with AMX, 2026-11-30; other runs differ by a tenth).
+# in both. Backward's blocks are of few channels, not of few tokens, which would read and write the gradients of the
+# matrices once each: of eager's time at 768x2048 with 2048 tokens in bfloat16 "all" takes 0.92 in halves of the
+# channels, 1.20 in halves of the tokens (by turns in one run, 2 threads, shared Xeon with AMX, 2026-11-30).
 BLOCKS = {
     "all": Block(2048, 2048, 4),
     "preact": Block(2048, 2048, 4),
@@ -47,9 +47,9 @@ def ffn(x: Tensor, weights: Weights, save: str = "all", training: bool = False) 
              `fanfold.count.ffn.kept`.
     training  apply the spec's dropout: the mask of torch's own dropout for the same seed, whatever `save` is.
     Gradients are the same to rounding; in 16 bits those of matrices are summed over 8 blocks of tokens at most before
-    the sum goes on in float32, for which more than 8 of them take 4 bytes per weight for the moment. A second derivative
-    computes forward again in PyTorch's ops; so does everything under functorch, jit tracing, forward-mode AD or with
-    tensor subclasses, where `save` has no effect.
+    the sum goes on in float32, for which more than 8 of them take 4 bytes per weight for the moment. A second
+    derivative computes forward again in PyTorch's ops; so does everything under functorch, jit tracing, forward-mode AD
+    or with tensor subclasses, where `save` has no effect.
     Raises BackendError if the dtypes or devices of x and the weights differ.
     """
     call = _Call(weights.spec, save, training and weights.spec.dropout > 0)
@@ -112,7 +112,7 @@ def _forward(call: _Call, tensors: list[Tensor | None], kept: tuple[str, ...]) -
     assert x is not None
     with _exact(x):
         weights, mask = _weights(call, tensors, x.dtype), _draw(call, x)
-        y, whole = blocks.forward(x.reshape(-1, call.spec.d_model), weights, kept, BLOCKS[call.save].forward, mask)
+        y, whole = blocks.forward(x.reshape(-1, call.spec.d_model), weights, kept, BLOCKS[call.save], mask)
     if "mask" in kept and mask is not None:
         whole["mask"] = mask
     return y.view(x.shape), whole
