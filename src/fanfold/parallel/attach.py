@@ -60,7 +60,8 @@ def apply(
     module   a `nn.FeedForward`, a model swapped or not: any module whose FFNs `find` identifies. Every rank holds the
              same whole; each keeps its part of the FFNs' parameters afterwards, under the same names: DTensors on
              `mesh` (see `report`). Packed FFNs (a swap to a format, `PackedFeedForward`) are replaced by packed parts,
-             where a layer's own code connects packed linears each of these; `unswap` does not bring them back.
+             where a layer's own code connects packed linears each of these; `unswap` does not bring them back. Beside
+             packed FFNs, float ones are cut that are `nn.FeedForward` or in `found`.
     mesh     one-dimensional: init_device_mesh("cpu", (tp,)), or mesh["tp"] of a larger one; FSDP2's fully_shard goes
              over the other dimension, after this.
     sequence_parallel  x and y hold this rank's tokens (dimension -2; Shard(1) of [batch, tokens, d_model]): all-gather

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,15 +43,26 @@ class Item:
     plan: Plan | None = None
 
 
-def prepare(module: nn.Module, tp: int, found: list[Found] | None, inputs: Any) -> tuple[list[Item], list[Found]]:
+class Left(NamedTuple):
+    """An FFN that is not cut, and why."""
+
+    path: str
+    reason: str
+
+
+def prepare(module: nn.Module, tp: int, found: list[Found] | None, inputs: Any) -> tuple[list[Item], list[Left]]:
     """(the FFNs to cut, with their plans; those that are left, with the reasons). Changes nothing but undoing swaps in
     place."""
     if not isinstance(module, nn.Module):
         raise ValueError(f"module is a {type(module).__name__}, expected a torch.nn.Module")
     if any(ATTRIBUTE in m.__dict__ or isinstance(m, (ParallelPacked, ParallelPackedLinear)) for m in module.modules()):
         raise ValueError("its FFNs are cut already: apply is called once, on the whole module")
-    seen = list(_packed(module)) or _floats(module, found, inputs)
-    left = [one for one in seen if isinstance(one, Found)]
+    seen = list(_packed(module))
+    # beside packed FFNs `find` would have to run their code: the others are those that are ours, or given
+    known = {one.path for one in seen}
+    given = found if found is None else [one for one in found if one.path not in known]
+    seen += _floats(module, given or [] if seen else given, inputs)
+    left = [one for one in seen if isinstance(one, Left)]
     items = [one for one in seen if isinstance(one, Item)]
     if not items:
         said = "; ".join(f"{one.path or '(root)'}: {one.reason}" for one in left[:3])
@@ -63,19 +73,15 @@ def prepare(module: nn.Module, tp: int, found: list[Found] | None, inputs: Any) 
     return items, left
 
 
-def _packed(module: nn.Module) -> Iterator[Item | Found]:
+def _packed(module: nn.Module) -> Iterator[Item | Left]:
     apart: dict[int, tuple[Found, dict[str, str]]] = {}
     for path, m in module.named_modules():
-        if isinstance(m, PackedFeedForward):
-            yield Item(path, m.spec, Layout(), {}, packed=m.weights())
         state = m.__dict__.get("_fanfold")
-        if isinstance(state, PackedFFNState):
-            weights = state.weights(m)
-            if isinstance(weights, str):
-                raise ValueError(f"{path}: {weights}")
-            yield Item(
-                path, state.spec, Layout(), {}, scale=state.scale, residual=state.residual, packed=weights,
-            )  # fmt: skip
+        if isinstance(m, PackedFeedForward):
+            added = _added(m)
+            yield Left(path, added) if added else Item(path, m.spec, Layout(), {}, packed=m.weights())
+        elif isinstance(state, PackedFFNState):
+            yield _whole(path, m, state)
         if isinstance(state, PackedLinearState) and state.found is not None:
             role = next(role for role, at in state.found.projections.items() if at == state.path)
             apart.setdefault(id(state.found), (state.found, {}))[1][role] = path
@@ -83,7 +89,25 @@ def _packed(module: nn.Module) -> Iterator[Item | Found]:
         yield _apart(module, one, projections)
 
 
-def _apart(module: nn.Module, one: Found, projections: dict[str, str]) -> Item | Found:
+def _added(m: nn.Module) -> str | None:
+    """What has been put on a module that will be replaced, and would be lost with it; or None."""
+    hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+    if any(hooks):
+        return "it has a hook, which its packed part would not have: remove it, and register it again after apply"
+    return "its forward is patched" if "forward" in m.__dict__ else None
+
+
+def _whole(path: str, m: nn.Module, state: PackedFFNState) -> Item | Left:
+    """A packed FFN in one module, or the reason why it is left: an adapter, a hook, exchanged weights."""
+    assert state.snapshot is not None
+    weights = state.weights(m)
+    reason = _added(m) or state.snapshot.change()
+    if reason is not None or isinstance(weights, str):
+        return Left(path, reason or str(weights))
+    return Item(path, state.spec, Layout(), {}, scale=state.scale, residual=state.residual, packed=weights)
+
+
+def _apart(module: nn.Module, one: Found, projections: dict[str, str]) -> Item | Left:
     """An FFN of packed linears that a layer's own code connects, or with the reason why it is left."""
     assert one.spec is not None
     assert one.layout is not None
@@ -96,11 +120,11 @@ def _apart(module: nn.Module, one: Found, projections: dict[str, str]) -> Item |
             raise ValueError(f"its {missing[0]} is no part of this module, or was replaced: apply is for the whole FFN")
         weights = weights_of(one, {role: module.get_submodule(at) for role, at in projections.items()})
     except ValueError as error:
-        return dataclasses.replace(one, path=path, spec=None, reason=str(error))
+        return Left(path, str(error))
     return Item(path, one.spec, Layout(order=one.layout.order), projections, packed=weights, apart=True)
 
 
-def _floats(module: nn.Module, found: list[Found] | None, inputs: Any) -> list[Item | Found]:
+def _floats(module: nn.Module, found: list[Found] | None, inputs: Any) -> list[Item | Left]:
     ours = {path: m for path, m in module.named_modules() if isinstance(m, FeedForward)}
     if found is None:
         try:
@@ -109,7 +133,7 @@ def _floats(module: nn.Module, found: list[Found] | None, inputs: Any) -> list[I
             if not ours:
                 raise
             found = []
-    items: list[Item | Found] = []
+    items: list[Item | Left] = []
     for path, m in ours.items():
         at = f"{path}." if path else ""
         roles = ("gate", "up", "down") if m.spec.gated else ("up", "down")
@@ -118,11 +142,11 @@ def _floats(module: nn.Module, found: list[Found] | None, inputs: Any) -> list[I
     for one in found:
         if one.path in ours:
             continue
-        items.append(one if one.spec is None else _found(module, one, users))
+        items.append(Left(one.path, one.reason) if one.spec is None else _found(module, one, users))
     return items
 
 
-def _found(module: nn.Module, one: Found, users: dict[int, set[str]]) -> Item | Found:
+def _found(module: nn.Module, one: Found, users: dict[int, set[str]]) -> Item | Left:
     """An identified FFN as an item, or with the reason why it is left."""
     assert one.spec is not None
     assert one.layout is not None
@@ -132,10 +156,10 @@ def _found(module: nn.Module, one: Found, users: dict[int, set[str]]) -> Item | 
     put_back({path: m for path, m in mine.items() if isinstance(m, Swapped)})
     for path, linear in linears.items():
         if isinstance(linear.__dict__.get("_fanfold"), LinearState) or not pristine(linear):
-            return dataclasses.replace(one, spec=None, reason=f"{path} is packed, hooked, or holds a foreign tensor")
+            return Left(one.path, f"{path} is packed, hooked, or holds a foreign tensor")
         shared = {p for t in linear._parameters.values() if t is not None for p in users[id(t)]} - set(linears)
         if any(id(module.get_submodule(p)) not in {id(m) for m in linears.values()} for p in shared):
-            return dataclasses.replace(one, spec=None, reason=f"{path} shares a parameter with {sorted(shared)[0]}")
+            return Left(one.path, f"{path} shares a parameter with {sorted(shared)[0]}")
     return Item(
         one.path, one.spec, one.layout, one.projections, one.kind == "module", one.scale, one.residual, one.dropout
     )  # fmt: skip
