@@ -2,6 +2,7 @@
 
     python bench/whole_model.py                                # SmolLM2-135M and a random Llama of 1.1 billion
     python bench/whole_model.py --models smollm2 --formats int8,int4 --new 32 --compile --json whole.json
+    python bench/whole_model.py --models smollm2 --formats int8 --bound       # what no kernel can make faster
 
 Variants of one model take turns in one run where they fit in memory together, else in several batches, each with torch
 bf16 in it: torch fp32, torch bf16, torchao int8 (where torchao is installed), and fanfold with linears="all" in each
@@ -34,6 +35,7 @@ from fanfold.show.output import number, percent, plain, progress, size, table
 MODELS = ("smollm2", "llama-1.1b")
 FORMATS = ("bf16", "int8", "int4")
 BASELINE = "torch bf16"  # in every batch
+BOUND = "no linears"  # what is left where they take no time
 SPARE = 0.8  # of the available memory may be used
 # A Llama of 1.1 billion parameters: TinyLlama's shape.
 LLAMA: dict[str, Any] = {
@@ -101,7 +103,9 @@ def generate(model: Model, ids: torch.Tensor, new: int, options: dict[str, Any])
 # ---- the variants ----
 
 
-def variants(formats: Sequence[str], compiled: bool, unverified: bool) -> tuple[list[Variant], list[str]]:
+def variants(
+    formats: Sequence[str], compiled: bool, unverified: bool, bound: bool = False
+) -> tuple[list[Variant], list[str]]:
     """(what is measured, what is left out and why)."""
     made = [Variant("torch fp32", copy.deepcopy, 32), Variant(BASELINE, _bf16, 16)]
     left_out = []
@@ -112,11 +116,37 @@ def variants(formats: Sequence[str], compiled: bool, unverified: bool) -> tuple[
     else:
         left_out.append(f"torchao int8: {missing}")
     made += [Variant(f"fanfold {f}", _swapped(f, unverified), stored.get(f).bits_per_weight) for f in formats]
+    if bound:
+        made.append(Variant(BOUND, _without_linears, 32))
     if compiled:
         made = [v for one in made for v in (one, _compiled(one))]
     else:
         left_out.append("torch.compile with a static cache: --compile measures it")
     return made, left_out
+
+
+class Zeros(torch.nn.Module):
+    """Gives [..., width] zeros for [..., anything]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(()).expand(*x.shape[:-1], self.width)
+
+
+def _without_linears(model: Model) -> Model:
+    made = copy.deepcopy(model)
+    places = {f.path: f.spec.d_model for f in ff.find(made) if f.spec is not None and f.kind == "module"}
+    inside = tuple(f"{path}." for path in places)
+    for path, m in made.named_modules():
+        if type(m) is torch.nn.Linear and not path.startswith(inside):
+            places[path] = m.out_features
+    for path, width in places.items():
+        parent, _, name = path.rpartition(".")
+        setattr(made.get_submodule(parent), name, Zeros(width))
+    return made
 
 
 def _bf16(model: Model) -> Model:
@@ -268,7 +298,7 @@ def rows(group: Sequence[Variant], prompt: int, new: int) -> list[dict[str, Any]
 def bench(name: str, original: Model, ids: torch.Tensor, args: argparse.Namespace) -> dict[str, Any]:
     """Everything measured on one model."""
     parameters = sum(p.numel() for p in original.parameters())
-    made, left_out = variants(args.formats, args.compile, args.unverified)
+    made, left_out = variants(args.formats, args.compile, args.unverified, args.bound)
     paths = [p for f in ff.find(original) if f.spec is not None for p in f.timed_modules]
     budget = SPARE * (machine.available_memory() or 64e9) + 4 * parameters  # the original is in memory already
     found = []
@@ -347,6 +377,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument(
         "--unverified", action="store_true", help="swap without the float64 checks, long for a billion weights"
     )
+    p.add_argument("--bound", action="store_true", help="also with every FFN and linear giving zeros in no time")
     p.add_argument("--json", type=Path, help="write everything there")
     args = p.parse_args(argv)
     args.models, args.formats = (text.split(",") for text in (args.models, args.formats))
