@@ -164,6 +164,20 @@ def test_stamps_part_prefill_from_decode(whole, monkeypatch):
     assert seconds == {"prefill": 1.0, "decode": 3.0}
 
 
+def test_the_bound_has_neither_ffns_nor_linears(whole):
+    model = whole.random_llama(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+                               num_key_value_heads=1, vocab_size=50)  # fmt: skip
+    made, _ = whole.variants(["int8"], False, True, bound=True)
+    bare = made[-1].make(model)
+    assert not any(isinstance(m, torch.nn.Linear) for m in bare.modules())
+    assert type(bare.model.layers[1].mlp) is type(bare.lm_head) is whole.Zeros
+    with torch.no_grad():
+        logits = bare(torch.zeros(1, 3, dtype=torch.long)).logits
+    assert logits.shape == (1, 3, 50)
+    assert not logits.any()
+    assert any(isinstance(m, torch.nn.Linear) for m in model.modules())  # the model itself is not changed
+
+
 def test_a_variant_that_cannot_be_made_or_run_is_left_out_with_its_reason(whole, monkeypatch):
     def fails(model):
         raise RuntimeError("no such kernel\nmore")
