@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from fanfold import Spec, activations, numerics
 from fanfold.kernels import cpu, slopes
@@ -144,6 +145,8 @@ def test_where_the_kernels_do_not_run_pytorchs_ops_do(monkeypatch):
         assert not slopes._compiled(spec, gate, up, grad, gate, grad, up, None)
     gate, up, grad = pre_activations(spec, torch.float32)
     assert not slopes._compiled(spec, gate.t(), up.t(), grad.t(), gate.t(), grad.t(), up.t(), None)
+    with FlopCounterMode(display=False):  # a dispatch mode would not see it
+        assert not slopes._compiled(spec, gate, up, grad, gate, grad, up, None)
     monkeypatch.setattr(cpu, "available", lambda: "none")
     truth = by_autograd(spec, gate, up, grad, torch.float64)
     slopes.gradients(spec, gate, up, grad, gate, True, up, None)

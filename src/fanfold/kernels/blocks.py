@@ -175,8 +175,6 @@ class Backward:
         self.to_up = not {"x", "up", "up_bias"}.isdisjoint(trained)
         self.width = block.width(spec.d_ff)
         self.work = _Buffers(grad_TD)
-        # One product for x's gradient instead of two, where many parts would round it to 16 bits too often.
-        self.joined = grad_TD.dtype in _HALF and block.parts > 4 and self.to_gate and self.to_up and "x" in trained
         self.dx_TD = grad_TD.new_empty(grad_TD.shape) if "x" in trained else None
         blocks = -(-tokens // block.tokens)
         self.sums: dict[str, _MatrixSum | _RowSum] = {}
@@ -206,28 +204,21 @@ class Backward:
         if not (self.to_gate or self.to_up):
             self._add_down(i, channels, grad, m if m is not None else self._coefficients(gate, up, mask))
             return
-        dup = torch.mm(grad, self.weights.down[:, channels], out=self._place("up", rows, width))
+        dup = torch.mm(grad, self.weights.down[:, channels], out=self.work.get("to up", rows, width))
         # recomputed pre-activations are ours to write over, kept ones are not: a second backward may read them
         dgate = None
         if self.to_gate:
-            dgate = self._place("gate", rows, width) if self.kept else gate
+            dgate = self.work.get("to gate", rows, width) if self.kept else gate
         made = None
         if self.down and m is None:
             made = m = self.work.get("coefficients", rows, width) if self.kept else up
         slopes.gradients(self.spec, gate, up, dup, dgate, self.to_up, made, mask)
         self._add_down(i, channels, grad, m)
-        inward = {name: g for name, g in (("gate", dgate), ("up", dup if self.to_up else None)) if g is not None}
-        for name, g in inward.items():
-            self._add_inward(name, i, channels, g, x)
-        if self.dx_TD is not None:
-            self._add_dx(self.dx_TD[span], channels, inward)
-
-    def _place(self, name: str, rows: int, width: int) -> Tensor:
-        """Where the gradient of gate or up is written."""
-        if not self.joined:
-            return self.work.get(f"to {name}", rows, width)
-        both = self.work.get("to both", rows, 2 * width)
-        return both[:, :width] if name == "gate" else both[:, width:]
+        dx, begun = None if self.dx_TD is None else self.dx_TD[span], channels.start > 0
+        for name, g in (("gate", dgate), ("up", dup if self.to_up else None)):
+            if g is not None:
+                self._add_inward(name, i, channels, g, x, dx, begun)
+                begun = True
 
     def _sliced(self, span: slice, channels: slice) -> tuple[Tensor | None, ...]:
         gate, up, m = (self.kept[name][span, channels] if name in self.kept else None for name in _WIDE)
@@ -238,8 +229,7 @@ class Backward:
         width = channels.stop - channels.start
         found = {}
         for name in ("gate", "up") if self.spec.gated else ("up",):
-            ours = name == "gate" and self.to_gate
-            found[name] = self._place(name, rows, width) if ours else self.work.get(name, rows, width)
+            found[name] = self.work.get(name, rows, width)
             _inner(x, self.weights, name, channels, found[name])
         return found.get("gate"), found["up"], None
 
@@ -249,25 +239,19 @@ class Backward:
         slopes.coefficients(self.spec, gate, up, out, mask)
         return out
 
-    def _add_inward(self, name: str, i: int, channels: slice, grad: Tensor, x: Tensor | None) -> None:
-        """What the gradient [t, F] of gate or up adds to its matrix and its bias."""
+    def _add_inward(
+        self, name: str, i: int, channels: slice, grad: Tensor, x: Tensor | None, dx: Tensor | None, begun: bool
+    ) -> None:
+        """What the gradient [t, F] of gate or up adds to its matrix, its bias, and x's gradient, if that has begun."""
         matrix, bias = self.sums.get(name), self.sums.get(f"{name}_bias")
         if isinstance(matrix, _MatrixSum):
             assert x is not None
             matrix.add(i, (channels, _ALL), grad, x)
         if isinstance(bias, _RowSum):
             bias.add(channels, grad)
-
-    def _add_dx(self, dx: Tensor, channels: slice, inward: dict[str, Tensor]) -> None:
-        weights = {name: getattr(self.weights, name)[channels] for name in inward}
-        first, width = channels.start == 0, channels.stop - channels.start
-        if self.joined:
-            both = self.work.get("gate and up", 2 * width, dx.shape[1])
-            torch.cat(list(weights.values()), out=both)
-            inward, weights = {"both": self.work.get("to both", len(dx), 2 * width)}, {"both": both}
-        for name, grad in inward.items():
-            torch.mm(grad, weights[name], out=dx) if first else torch.addmm(dx, grad, weights[name], out=dx)
-            first = False
+        if dx is not None:
+            weight = getattr(self.weights, name)[channels]
+            torch.addmm(dx, grad, weight, out=dx) if begun else torch.mm(grad, weight, out=dx)
 
     def _add_down(self, i: int, channels: slice, grad: Tensor, m: Tensor | None) -> None:
         total = self.sums.get("down")
