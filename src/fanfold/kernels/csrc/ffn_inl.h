@@ -7,6 +7,10 @@
 #include <cstdint>
 #include <utility>
 
+#if FANFOLD_W >= 8
+#include <immintrin.h>
+#endif
+
 #include "core.h"
 #include "parallel.h"
 

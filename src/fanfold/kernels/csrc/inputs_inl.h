@@ -20,8 +20,7 @@ struct Inputs {
   ptrdiff_t n_lines;
 
   ptrdiff_t groups() const { return (tokens + most - 1) / most; }
-  ptrdiff_t begin(ptrdiff_t g) const { return tokens * g / groups(); }
-  ptrdiff_t group_of(ptrdiff_t t) const { return ((t + 1) * groups() - 1) / tokens; }
+  ptrdiff_t begin(ptrdiff_t g, ptrdiff_t of) const { return tokens * g / of; }  // of: groups()
 };
 
 // bfloat16 products only where x is bfloat16 itself, or would be rounded to 8 bits.
@@ -88,9 +87,9 @@ INL vi rounded_product(vf a, float b) {
 #endif
 }
 
-// One group of a token, 4 codes each pitch * 4 bytes: codes = round(v / scale), scale = max |v| / 127. Returns whether
-// all of v are finite.
-INL bool quantize_group(const float* v, ptrdiff_t n, int8_t* q, ptrdiff_t pitch, float* scale, int32_t* total) {
+// The codes of one group of a token: round(v / scale), scale = max |v| / 127. They may take the place of v. Returns
+// whether all of v are finite.
+INL bool quantize_group(const float* v, ptrdiff_t n, int8_t* q, float* scale, int32_t* total) {
   vf top = splat(0.0f);
   vi odd = splat_i(0);  // lanes that are infinite or NaN
   for (ptrdiff_t i = 0; i < n; i += W) {
@@ -107,7 +106,7 @@ INL bool quantize_group(const float* v, ptrdiff_t n, int8_t* q, ptrdiff_t pitch,
   *scale = most / 127.0f;
   if (bad != 0) {
     *total = 0;
-    for (ptrdiff_t i = 0; i < n; i += 4) __builtin_memset(q + i * pitch, 0, 4);
+    __builtin_memset(q, 0, (size_t)n);
     return false;
   }
   // 127 / most overflows for the smallest numbers: those are brought up first.
@@ -119,7 +118,7 @@ INL bool quantize_group(const float* v, ptrdiff_t n, int8_t* q, ptrdiff_t pitch,
     sum += code;
     typedef int8_t vc __attribute__((vector_size(W)));
     const vc narrow = __builtin_convertvector(code, vc);
-    for (int j = 0; j < W; j += 4) __builtin_memcpy(q + (i + j) * pitch, (const char*)&narrow + j, 4);
+    __builtin_memcpy(q + i, &narrow, sizeof narrow);
   }
   int32_t all = 0;
   for (int i = 0; i < W; ++i) all += sum[i];
@@ -127,57 +126,72 @@ INL bool quantize_group(const float* v, ptrdiff_t n, int8_t* q, ptrdiff_t pitch,
   return true;
 }
 
-// Inputs [k0, k0 + n) of token t, from floats padded with zeros to whole activation groups, where k0 begins one.
-// Returns whether all are finite.
-INL bool quantize_row(const Packed& m, const Inputs& in, ptrdiff_t t, ptrdiff_t k0, ptrdiff_t n, const float* v) {
-  const ptrdiff_t g = in.group_of(t), t0 = in.begin(g), T = in.begin(g + 1) - t0;
-  int8_t* const q = in.q + t0 * in.ld + (t - t0) * 4;
+// Inputs [k0, k0 + n) of token t0 + t of a group of T from t0 on, from floats padded with zeros to whole activation
+// groups, where k0 begins one. Their codes take their place, 4 in a float's. Returns whether all are finite.
+INL bool quantize_row(const Packed& m, const Inputs& in, ptrdiff_t t0, ptrdiff_t T, ptrdiff_t t, ptrdiff_t k0,
+                      ptrdiff_t n, float* v) {
   bool finite = true;
-  for (ptrdiff_t k = 0; k < n; k += m.activation_group) {
+  ptrdiff_t at = t0 * in.tables + k0 / m.activation_group * T + t;
+  for (ptrdiff_t k = 0; k < n; k += m.activation_group, at += T) {
     int32_t total;
-    const ptrdiff_t at = t0 * in.tables + (k0 + k) / m.activation_group * T + (t - t0);
-    finite &= quantize_group(v + k, m.activation_group, q + (k0 + k) * T, T, in.scale + at, &total);
+    finite &= quantize_group(v + k, m.activation_group, (int8_t*)v + k, in.scale + at, &total);
     in.start[at] = -m.offset * total;
     in.sum[at] = in.scale[at] * (float)total;
   }
   return finite;
 }
 
-INL void put_floats(const Inputs& in, ptrdiff_t t, ptrdiff_t k0, ptrdiff_t n, const float* v) {
-  const ptrdiff_t g = in.group_of(t), t0 = in.begin(g), T = in.begin(g + 1) - t0;
-  float* const to = in.f + t0 * in.ld + k0 * T + (t - t0);
-  if (T == 1) {
-    __builtin_memcpy(to, v, (size_t)n * sizeof(float));
-  } else {
-    for (ptrdiff_t k = 0; k < n; ++k) to[k * T] = v[k];
-  }
+// n floats rounded to bfloat16, which may take their place. n is a multiple of 16.
+INL void narrow_row(const float* v, ptrdiff_t n, uint16_t* to) {
+  for (ptrdiff_t k = 0; k < n; k += W) put(to + k, load(v + k));
 }
 
-// As put_floats, rounded to bfloat16. n is a multiple of 16.
-INL void put_narrow(const Inputs& in, ptrdiff_t t, ptrdiff_t k0, ptrdiff_t n, const float* v) {
-  if (in.mode == kRowMode) {
-    for (ptrdiff_t k = 0; k < n; k += W) put(in.b + t * in.ld + k0 + k, load(v + k));
+// to[k * T + t] = rows[t * pitch + k]: n elements of 32 bits, whatever they are, of each of T <= W tokens.
+static void interleave(const float* rows, ptrdiff_t pitch, ptrdiff_t T, ptrdiff_t n, float* to) {
+  if (T == 1) {
+    __builtin_memcpy(to, rows, (size_t)n * sizeof(float));
     return;
   }
-  const ptrdiff_t g = in.group_of(t), t0 = in.begin(g), T = in.begin(g + 1) - t0;
-  uint16_t* const to = in.b + t0 * in.ld + k0 * T + (t - t0) * 2;
   for (ptrdiff_t k = 0; k < n; k += W) {
-    const vh h = to_bf16(load(v + k));
-    for (int i = 0; i < W; i += 2) __builtin_memcpy(to + (k + i) * T, (const uint16_t*)&h + i, 4);
+    const ptrdiff_t count = imin(W, n - k);
+    vf v[W];
+#pragma GCC unroll 16
+    for (ptrdiff_t t = 0; t < W; ++t) {
+      const float* const from = rows + imin(t, T - 1) * pitch + k;
+      v[t] = count == W ? load(from) : load_part(from, count);
+    }
+    transpose(v);
+    // Whole vectors, of which the next ones put right what is behind T; the last ones of all in part.
+#pragma GCC unroll 16
+    for (ptrdiff_t i = 0; i < W; ++i) {
+      if (i == count) break;
+      float* const at = to + (k + i) * T;
+      if ((n - k - i) * T >= W) {
+        store(at, v[i]);
+      } else {
+        __builtin_memcpy(at, &v[i], (size_t)T * sizeof(float));
+      }
+    }
   }
 }
 
-// Inputs [k0, k0 + n) of token t made ready, from floats with zeros up to `padded` and to whole activation groups.
-// Returns whether they could be.
-INL bool put_inputs(const Packed& m, const Inputs& in, ptrdiff_t t, ptrdiff_t k0, ptrdiff_t n, ptrdiff_t padded,
-                    const float* v) {
-  if (in.mode == kInt8Mode) return quantize_row(m, in, t, k0, n, v);
-  if (in.mode == kFloatMode) {
-    put_floats(in, t, k0, padded, v);
-  } else {
-    put_narrow(in, t, k0, padded, v);
+// Inputs [k0, k0 + n) of a group of T tokens from t0 on made ready, from rows of floats with zeros up to `padded` and
+// to whole activation groups. The rows are written over. Returns whether they could be.
+INL bool put_group(const Packed& m, const Inputs& in, ptrdiff_t t0, ptrdiff_t T, ptrdiff_t k0, ptrdiff_t n,
+                   ptrdiff_t padded, float* rows, ptrdiff_t pitch) {
+  bool finite = true;
+  for (ptrdiff_t t = 0; t < T && in.mode != kFloatMode; ++t) {
+    float* const row = rows + t * pitch;
+    if (in.mode == kInt8Mode) finite &= quantize_row(m, in, t0, T, t, k0, n, row);
+    if (in.mode == kDotMode) narrow_row(row, padded, (uint16_t*)row);
+    if (in.mode == kRowMode) narrow_row(row, padded, in.b + (t0 + t) * in.ld + k0);
   }
-  return true;
+  if (in.mode == kFloatMode) interleave(rows, pitch, T, padded, in.f + t0 * in.ld + k0 * T);
+  if (in.mode == kDotMode) interleave(rows, pitch, T, padded / 2, (float*)(in.b + t0 * in.ld + k0 * T));
+  if (in.mode == kInt8Mode) {
+    interleave(rows, pitch, T, round_up(n, m.activation_group) / 4, (float*)(in.q + t0 * in.ld + k0 * T));
+  }
+  return finite;
 }
 
 template <class XT>
@@ -188,23 +202,28 @@ INL void widen_row(const XT* from, ptrdiff_t n, float* to, ptrdiff_t padded) {
   for (; k < padded; ++k) to[k] = 0.0f;
 }
 
-constexpr ptrdiff_t kRowPart = 1024;  // inputs converted at a time; a multiple of every group
+constexpr ptrdiff_t kRowPart = 256;  // inputs of a task; a multiple of every activation group
 
-// Prepares token `t` of the call's block that begins at token `first`. Returns whether all that had to be is finite.
-static bool take_input(const PackedCall& c, const Packed& m, const Inputs& in, ptrdiff_t first, ptrdiff_t t) {
-  const ptrdiff_t at = (first + t) * c.x_stride;
-  bool finite = true;
-  float part[kRowPart];
-  for (ptrdiff_t k = 0; k < m.k; k += kRowPart) {
-    const ptrdiff_t n = imin(kRowPart, m.k - k);
-    // quantized: whole groups; else only what no other thread fills (zero_rows, in kRowMode)
-    const ptrdiff_t padded = in.mode == kInt8Mode ? imin(kRowPart, in.ld - k) : round_up(n, 16);
+INL ptrdiff_t input_tasks(const Packed& m, const Inputs& in) { return in.groups() * div_up(m.k, kRowPart); }
+
+// Prepares some inputs of a group of the tokens of the call's block that begins at token `first`: what two threads
+// write shares no line. Returns whether all that had to be is finite.
+static bool take_inputs(const PackedCall& c, const Packed& m, const Inputs& in, ptrdiff_t first, ptrdiff_t task) {
+  constexpr ptrdiff_t kPitch = kRowPart + 16;
+  float rows[kTileTokens * kPitch];
+  const ptrdiff_t parts = div_up(m.k, kRowPart), g = task / parts, k = task % parts * kRowPart;
+  const ptrdiff_t groups = in.groups(), t0 = in.begin(g, groups), T = in.begin(g + 1, groups) - t0;
+  const ptrdiff_t n = imin(kRowPart, m.k - k);
+  // quantized: whole groups; else only what no other thread fills (zero_rows, in kRowMode)
+  const ptrdiff_t padded = in.mode == kInt8Mode ? kRowPart : round_up(n, 16);
+  for (ptrdiff_t t = 0; t < T; ++t) {
+    const ptrdiff_t at = (first + t0 + t) * c.x_stride + k;
+    float* const row = rows + t * kPitch;
     if (c.x_dtype == kFloat32) {
-      widen_row((const float*)c.x + at + k, n, part, padded);
+      widen_row((const float*)c.x + at, n, row, padded);
     } else {
-      widen_row((const uint16_t*)c.x + at + k, n, part, padded);
+      widen_row((const uint16_t*)c.x + at, n, row, padded);
     }
-    finite &= put_inputs(m, in, t, k, n, padded, part);
   }
-  return finite;
+  return put_group(m, in, t0, T, k, n, padded, rows, kPitch);
 }

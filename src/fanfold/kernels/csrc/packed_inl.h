@@ -41,6 +41,19 @@ INL bool may_be_sparse(const PackedCall& c) {
   return c.up.columns != nullptr && c.tokens == 1 && (c.act == kRelu || c.act == kRelu2) && c.down.bits >= 16;
 }
 
+// The task, of `least` to `most` of `all` (all three in units of `unit`), with which the busiest thread has least to
+// do; the smallest of equals.
+static ptrdiff_t balanced(ptrdiff_t all, ptrdiff_t threads, ptrdiff_t unit, ptrdiff_t least, ptrdiff_t most) {
+  ptrdiff_t best = least, best_load = all + most;
+  for (ptrdiff_t task = least; task <= most; task += unit) {
+    const ptrdiff_t tasks = div_up(all, task), rounds = div_up(tasks, threads);
+    const bool last_alone = tasks == (rounds - 1) * threads + 1;
+    const ptrdiff_t load = last_alone ? (rounds - 1) * task + all - (tasks - 1) * task : rounds * task;
+    if (load < best_load) best = task, best_load = load;
+  }
+  return best;
+}
+
 // Results do not depend on the tasks' sizes, nor on the threads.
 static Plan plan(const PackedCall& c, uintptr_t base) {
   Plan p = {};
@@ -57,11 +70,12 @@ static Plan plan(const PackedCall& c, uintptr_t base) {
     at = place_inputs(c.down, p.block, down_mode, p.pair, base, at, &p.m);
     // whole activation groups of down, and some tasks for each thread
     const ptrdiff_t unit = p.m.mode == kInt8Mode ? imax(c.down.activation_group, 2 * kLanes) : 2 * kLanes;
-    const ptrdiff_t share = div_up(c.up.n, 8 * threads);
-    p.chunk = imin(round_up(share, unit), imax(128 / unit, 1) * unit);
+    const ptrdiff_t most = imin(round_up(div_up(c.up.n, 8 * threads), unit), imax(128 / unit, 1) * unit);
+    p.chunk = balanced(c.up.n, threads, unit, imax(most / 2 / unit, 1) * unit, most);
   }
   const ptrdiff_t columns = div_up(c.down.n, kLanes);
-  p.down_columns = imin(round_up(imax(columns / (6 * threads), 1), p.pair ? 2 : 1), 8);
+  const ptrdiff_t unit = p.pair ? 2 : 1, few = imin(round_up(imax(columns / (6 * threads), 1), unit), 8);
+  p.down_columns = balanced(columns, threads, unit, few, 8);
   p.ldc = imax(p.chunk, p.down_columns * kLanes) + kLanes;  // rows a power of two apart would share a few cache sets
   p.shared = at;
   p.c_floats = (size_t)(round_up(p.block, kTileTokens) * p.ldc);
@@ -130,15 +144,19 @@ static bool up_task(const PackedCall& c, const Plan& p, ptrdiff_t f0, uint8_t* o
   float* const up = (float*)(own + kScratchBytes);
   float* const gate = up + p.c_floats;
   const bool gated = c.gate.columns != nullptr;
-  const ptrdiff_t n = imin(p.chunk, c.up.n - f0), columns = div_up(n, kLanes), tokens = p.x.tokens;
+  const ptrdiff_t n = imin(p.chunk, c.up.n - f0), columns = div_up(n, kLanes);
   columns_product(c.up, up, gated ? &c.gate : nullptr, gate, f0 / kLanes, columns, p, p.x, own);
   const ptrdiff_t written = columns * kLanes;
   bool finite = true;
-  for (ptrdiff_t t = 0; t < tokens; ++t) {
-    float* const row = combine(c, gated, gate + t * p.ldc, up + t * p.ldc, written);
-    // beyond n act(0) need not be 0, and a group is quantized whole
-    for (ptrdiff_t i = n; i < imax(written, p.chunk); ++i) row[i] = 0.0f;
-    finite &= put_inputs(c.down, p.m, t, f0, n, written, row);
+  const ptrdiff_t groups = p.m.groups();
+  for (ptrdiff_t g = 0, t0 = 0, t1; g < groups; ++g, t0 = t1) {
+    t1 = p.m.begin(g + 1, groups);
+    for (ptrdiff_t t = t0; t < t1; ++t) {
+      float* const row = combine(c, gated, gate + t * p.ldc, up + t * p.ldc, written);
+      // beyond n act(0) need not be 0, and a group is quantized whole
+      for (ptrdiff_t i = n; i < imax(written, p.chunk); ++i) row[i] = 0.0f;
+    }
+    finite &= put_group(c.down, p.m, t0, t1 - t0, f0, n, written, (gated ? gate : up) + t0 * p.ldc, p.ldc);
   }
   return finite;
 }
@@ -176,7 +194,8 @@ void packed_body(int thread, int threads, void* arg) {
   bool finite = true;
   for (ptrdiff_t first = 0; first < c.tokens; first += p.block) {
     p.x.tokens = p.m.tokens = imin(p.block, c.tokens - first);
-    for (ptrdiff_t t; (t = take(job.next[0])) < p.x.tokens;) finite &= take_input(c, first_matrix(c), p.x, first, t);
+    const ptrdiff_t tasks = input_tasks(first_matrix(c), p.x);
+    for (ptrdiff_t i; (i = take(job.next[0])) < tasks;) finite &= take_inputs(c, first_matrix(c), p.x, first, i);
     if (thread == 0) {
       zero_rows(p.x, first_matrix(c).k);
       if (whole) zero_rows(p.m, c.down.k);

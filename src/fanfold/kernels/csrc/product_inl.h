@@ -21,11 +21,6 @@ INL const uint8_t* column_at(const Task& task, ptrdiff_t i) {
   return task.matrix[i]->columns + task.column[i] * task.matrix[i]->column_bytes;
 }
 
-INL void hint_at(Hint* hint, const uint8_t* at, ptrdiff_t bytes, ptrdiff_t lines, ptrdiff_t share, ptrdiff_t shares) {
-  hint->at = (uintptr_t)at + (uintptr_t)(bytes * share / shares);
-  hint->step = bytes / shares / lines;
-}
-
 #ifdef FANFOLD_AMX
 // As span_product on the matrix unit. A column of bfloat16 is read as it lies but for a last, partly filled tile.
 template <int R>
@@ -64,7 +59,8 @@ static void span_product_rows(const Packed& m, const uint8_t* column, const uint
 }
 #endif
 
-// One entry's span [k0, k0 + n) with every group of tokens; meanwhile memory is asked for `next`, which is as long.
+// One entry's span [k0, k0 + n) with every group of tokens; meanwhile memory is asked for `next`, which is as long. The
+// first span's sums are written to c, the others' added, but those of kRowMode.
 template <int R>
 static void span_product(const Packed& m, const uint8_t* column, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n,
                          const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
@@ -90,7 +86,10 @@ static void span_product(const Packed& m, const uint8_t* column, const uint8_t* 
   }
   const int per_line = ints ? (nibbles && direct ? 8 : 4) : direct && m.format == kBf16 ? 2 : 1;
   const ptrdiff_t lines = div_up(n, per_line);
-  Hint hint = {0, 0, m.column_bytes};
+  // A lone group has nothing else to do meanwhile, the others ask for a share each.
+  const bool ahead = groups == 1 && direct;
+  const ptrdiff_t share = bytes / groups, table = k0 / m.activation_group;
+  Hint hint = {0, share / lines, m.column_bytes};
   IntTile tile = {};
   if (ints) {
     for (int r = 0; r < R; ++r) tile.columns[r] = at[r];
@@ -99,21 +98,19 @@ static void span_product(const Packed& m, const uint8_t* column, const uint8_t* 
     tile.block = m.block;
     tile.header = header_bytes(m, m.block);
     tile.ldc = ldc;
+    tile.fresh = k0 == 0;
   }
-  for (ptrdiff_t g = 0; g < groups; ++g) {
-    const ptrdiff_t t0 = in.begin(g), T = in.begin(g + 1) - t0;
-    if (groups == 1 && direct) {
-      hint_at(&hint, at[0] + kAheadBytes, bytes, lines, 0, 1);  // nothing else to do meanwhile
-    } else {
-      hint_at(&hint, next, bytes, lines, g, groups);
-    }
+  for (ptrdiff_t g = 0, t0 = 0, t1; g < groups; ++g, t0 = t1) {
+    t1 = in.begin(g + 1, groups);
+    const ptrdiff_t T = t1 - t0;
+    hint.at = (uintptr_t)(ahead ? at[0] + kAheadBytes : next) + (uintptr_t)(g * share);
     float* const to = c + t0 * ldc;
     if (ints) {
-      const ptrdiff_t table = t0 * in.tables + k0 / m.activation_group * T;
+      const ptrdiff_t entry = t0 * in.tables + table * T;
       tile.q = in.q + t0 * in.ld + k0 * T;
-      tile.scale = in.scale + table;
-      tile.start = in.start + table;
-      tile.sum = in.sum + table;
+      tile.scale = in.scale + entry;
+      tile.start = in.start + entry;
+      tile.sum = in.sum + entry;
       tile.c = to;
       tile.hint = hint;
       const Scaling scaling = m.group == 0 ? kByRow : m.minimum ? kByGroupWithMinimum : kByGroup;
@@ -133,14 +130,14 @@ static void span_product(const Packed& m, const uint8_t* column, const uint8_t* 
       const float* const x = in.mode == kDotMode ? (const float*)pairs : in.f + t0 * in.ld + (k0 + k) * T;
       if (in.mode == kDotMode) {
 #ifdef FANFOLD_BF16
-        float_tiles<R, kDots, kMost>(T, from, part, x, to, ldc, hint);
+        float_tiles<R, kDots, kMost>(T, from, part, x, to, ldc, k0 + k == 0, hint);
 #endif
       } else if (!direct || m.format == kFp32) {
-        float_tiles<R, kFloats, kMost>(T, from, part, x, to, ldc, hint);
+        float_tiles<R, kFloats, kMost>(T, from, part, x, to, ldc, k0 + k == 0, hint);
       } else if (m.format == kBf16) {
-        float_tiles<R, kPairs, kMost>(T, from, part, x, to, ldc, hint);
+        float_tiles<R, kPairs, kMost>(T, from, part, x, to, ldc, k0 + k == 0, hint);
       } else {
-        float_tiles<R, kHalves, kMost>(T, from, part, x, to, ldc, hint);
+        float_tiles<R, kHalves, kMost>(T, from, part, x, to, ldc, k0 + k == 0, hint);
       }
       hint.at += (uintptr_t)(div_up(part, per_line) * hint.step);
     }
@@ -177,12 +174,13 @@ INL ptrdiff_t span_of(const Packed& m, const Inputs& in) {
 static void product(const Task& task, const Inputs& in, const uint8_t* next, uint8_t* scratch) {
   const Packed& m = *task.matrix[0];
   const ptrdiff_t span = span_of(m, in), width = task.pair ? 2 * kLanes : kLanes;
-  for (ptrdiff_t i = 0; i < task.count; ++i) {
+  const bool sparse = in.lines != nullptr;
+  for (ptrdiff_t i = 0; i < task.count && (sparse || in.mode == kRowMode || m.k == 0); ++i) {
     for (ptrdiff_t t = 0; t < in.tokens; ++t) {
       for (ptrdiff_t j = 0; j < width; j += W) store(task.out[i] + t * task.ldc + j, vf{});
     }
   }
-  if (in.lines != nullptr) {
+  if (sparse) {
     for (ptrdiff_t i = 0; i < task.count; ++i) {
       if (task.pair) {
         if constexpr (kPairTokens > 0) sparse_product<2>(*task.matrix[i], column_at(task, i), in, task.out[i]);

@@ -12,10 +12,10 @@ struct Hint {
 // Of a column's lines: float32, bfloat16 pairs of inputs, float16, bfloat16 pairs that meet x's pairs whole.
 enum Source { kFloats, kPairs, kHalves, kDots };
 
-// c[t * ldc + r * 16 + lane] += products of `inputs` inputs (whole steps) of R columns and T tokens.
+// c[t * ldc + r * 16 + lane] += products of `inputs` inputs (whole steps) of R columns and T tokens; = if `fresh`.
 template <int R, int T, Source S>
 __attribute__((noinline)) static void float_tile(const uint8_t* const* columns, ptrdiff_t inputs, const float* x,
-                                                 float* c, ptrdiff_t ldc, Hint hint) {
+                                                 float* c, ptrdiff_t ldc, bool fresh, Hint hint) {
   constexpr int kStep = S == kPairs || S == kDots ? 2 : 1;  // inputs of a line
   constexpr int kLine = S == kHalves ? 32 : 64;             // bytes of it
   constexpr int U = R * T * V >= 8 ? 1 : 8 / (R * T * V);   // chains, so that additions need not wait for each other
@@ -100,7 +100,7 @@ __attribute__((noinline)) static void float_tile(const uint8_t* const* columns, 
 #pragma GCC unroll 8
         for (int u = 1; u < U; ++u) sum += acc[u][r][t][v];
         float* const to = c + t * ldc + r * kLanes + v * W;
-        store(to, load(to) + sum);
+        store(to, fresh ? sum : load(to) + sum);
       }
     }
   }
@@ -108,11 +108,11 @@ __attribute__((noinline)) static void float_tile(const uint8_t* const* columns, 
 
 template <int R, Source S, int Most>
 static void float_tiles(ptrdiff_t tokens, const uint8_t* const* columns, ptrdiff_t inputs, const float* x, float* c,
-                        ptrdiff_t ldc, const Hint& hint) {
+                        ptrdiff_t ldc, bool fresh, const Hint& hint) {
   if constexpr (Most > 1) {
-    if (tokens < Most) return float_tiles<R, S, Most - 1>(tokens, columns, inputs, x, c, ldc, hint);
+    if (tokens < Most) return float_tiles<R, S, Most - 1>(tokens, columns, inputs, x, c, ldc, fresh, hint);
   }
-  float_tile<R, Most, S>(columns, inputs, x, c, ldc, hint);
+  float_tile<R, Most, S>(columns, inputs, x, c, ldc, fresh, hint);
 }
 
 // The inputs of a line.
@@ -192,14 +192,16 @@ struct IntTile {
   const float* sum;
   float* c;
   ptrdiff_t ldc;
+  bool fresh;
   Hint hint;
 };
 
-// c += as in float_tile. Nibbles: codes of 4 bits, two to a byte.
+// c += or = as in float_tile. Nibbles: codes of 4 bits, two to a byte.
 template <int R, int T, bool Nibbles, Scaling S>
 __attribute__((noinline)) static void int_tile(const IntTile& tile) {
   // copies: a store to c could change `tile` for all that the compiler knows
   const ptrdiff_t group = tile.group, ldc = tile.ldc;
+  const bool tile_fresh = tile.fresh;
   const int8_t* q = tile.q;
   const float* scale_at = tile.scale;
   const float* sum_at = tile.sum;
@@ -214,7 +216,7 @@ __attribute__((noinline)) static void int_tile(const IntTile& tile) {
 #pragma GCC unroll 16
       for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) kept[r][t][v] = load(c + t * ldc + r * kLanes + v * W);
+        for (int v = 0; v < V; ++v) kept[r][t][v] = tile.fresh ? vf{} : load(c + t * ldc + r * kLanes + v * W);
       }
     }
   }
@@ -293,33 +295,42 @@ __attribute__((noinline)) static void int_tile(const IntTile& tile) {
         for (int i = 0; i < 32; i += kStep) step();
       }
       for (; k < n; k += kStep) step();
+      const auto scaled = [&](auto first) __attribute__((always_inline)) {
 #pragma GCC unroll 2
-      for (int r = 0; r < R; ++r) {
+        for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) {
-          const vf scale = S == kByRow ? vf{} : load_half(scales[r] + i * 32 + v * W * 2);
-          const vf least = S == kByGroupWithMinimum ? load_half(scales[r] + (groups + i) * 32 + v * W * 2) : vf{};
+          for (int v = 0; v < V; ++v) {
+            const vf scale = S == kByRow ? vf{} : load_half(scales[r] + i * 32 + v * W * 2);
+            const vf least = S == kByGroupWithMinimum ? load_half(scales[r] + (groups + i) * 32 + v * W * 2) : vf{};
 #pragma GCC unroll 16
-          for (int t = 0; t < T; ++t) {
-            const vf value = __builtin_convertvector(sum[r][t][v], vf);
-            const float s = scale_at[t];
-            float* const at = c + t * ldc + r * kLanes + v * W;
-            vf total;
-            if constexpr (kKeep) {
-              total = kept[r][t][v];
-            } else {
-              total = load(at);
-            }
-            // s last: for the smallest activations its product with the scale alone would underflow
-            total += S == kByRow ? value * s : value * scale * s;
-            if constexpr (S == kByGroupWithMinimum) total += least * sum_at[t];
-            if constexpr (kKeep) {
-              kept[r][t][v] = total;
-            } else {
-              store(at, total);
+            for (int t = 0; t < T; ++t) {
+              const vf value = __builtin_convertvector(sum[r][t][v], vf);
+              const float s = scale_at[t];
+              float* const at = c + t * ldc + r * kLanes + v * W;
+              vf total;
+              if constexpr (kKeep) {
+                total = kept[r][t][v];
+              } else if constexpr (decltype(first)::value) {
+                total = vf{};
+              } else {
+                total = load(at);
+              }
+              // s last: for the smallest activations its product with the scale alone would underflow
+              total += S == kByRow ? value * s : value * scale * s;
+              if constexpr (S == kByGroupWithMinimum) total += least * sum_at[t];
+              if constexpr (kKeep) {
+                kept[r][t][v] = total;
+              } else {
+                store(at, total);
+              }
             }
           }
         }
+      };
+      if (!kKeep && tile_fresh && k0 + i == 0) {
+        scaled(std::true_type{});
+      } else {
+        scaled(std::false_type{});
       }
     }
   }
