@@ -196,12 +196,13 @@ void packed_body(int thread, int threads, void* arg) {
     p.x.tokens = p.m.tokens = imin(p.block, c.tokens - first);
     const ptrdiff_t tasks = input_tasks(first_matrix(c), p.x);
     for (ptrdiff_t i; (i = take(job.next[0])) < tasks;) finite &= take_inputs(c, first_matrix(c), p.x, first, i);
-    if (thread == 0) {
-      zero_rows(p.x, first_matrix(c).k);
-      if (whole) zero_rows(p.m, c.down.k);
-    }
+    if (thread == 0) zero_rows(p.x, first_matrix(c).k);
     finish(job, 0, thread, threads);
     if (whole) {
+      if (thread == 0) {
+        __atomic_store_n(&job.next[2], 0, __ATOMIC_RELAXED);
+        zero_rows(p.m, c.down.k);
+      }
       for (ptrdiff_t i; (i = take(job.next[1])) * p.chunk < c.up.n;) finite &= up_task(c, p, i * p.chunk, own);
       finish(job, 1, thread, threads);
     }
@@ -210,7 +211,8 @@ void packed_body(int thread, int threads, void* arg) {
     for (ptrdiff_t i; (i = take(job.next[2])) * p.down_columns * kLanes < c.down.n;) {
       down_task(c, p, in, first, i * p.down_columns, own);
     }
-    if (first + p.block < c.tokens) finish(job, 2, thread, threads);
+    // Of a whole FFN the next block's inputs may be made ready while others still multiply the coefficients.
+    if (!whole && first + p.block < c.tokens) finish(job, 2, thread, threads);
   }
   if (!finite) __atomic_store_n(&job.odd, 1, __ATOMIC_RELAXED);
 }
