@@ -30,17 +30,23 @@ INL vf to_float(const Pair& p) {
 }
 
 // Comparisons with NaN are false: written this way round, the clamps keep it, as torch's do.
+#if FANFOLD_W == 16  // one instruction, which gives its second operand if one is NaN
+INL vf at_least(vf x, float low) { return (vf)_mm512_max_ps((__m512)splat(low), (__m512)x); }
+INL vf at_most(vf x, float high) { return (vf)_mm512_min_ps((__m512)splat(high), (__m512)x); }
+#else
 INL vf at_least(vf x, float low) { return x < low ? splat(low) : x; }
 INL vf at_most(vf x, float high) { return x > high ? splat(high) : x; }
+#endif
 INL vf vabs(vf x) { return (vf)((vi)x & 0x7fffffff); }
 INL vf with_sign_of(vf magnitude, vf sign) { return (vf)((vi)magnitude | ((vi)sign & splat_i(INT32_MIN))); }
 
 INL vf power_of_two(vi n) { return (vf)((vu)(n + 127) << 23); }
 
 struct Reduced {
-  vi n;  // x = n ln 2 + r
+  vf n;  // x = n ln 2 + r
   vf e;  // exp(r) - 1, |r| <= ln 2 / 2
 };
+INL vi integer(vf n) { return (vi)(n + 0x1.8p23f) - 0x4b400000; }  // of whole n; a NaN gives any number
 INL Reduced reduce(vf x) {
   const float magic = 0x1.8p23f;  // adding it rounds to an integer, which then sits in the low bits
   const vf shifted = x * 0x1.715476p0f + magic;
@@ -52,18 +58,22 @@ INL Reduced reduce(vf x) {
   q = q * r + 0.04166635f;
   q = q * r + 0.16666667f;
   q = q * r + 0.5f;
-  return {(vi)shifted - 0x4b400000, r + r * r * q};
+  return {n, r + r * r * q};
 }
 
 INL vf exp_(vf x) {  // the whole range, gradual underflow included
   const Reduced d = reduce(at_most(at_least(x, -105.0f), 89.0f));
-  const vi first = d.n >> 1;
-  return (1.0f + d.e) * power_of_two(first) * power_of_two(d.n - first);
+#if FANFOLD_W == 16
+  return (vf)_mm512_scalef_ps((__m512)(1.0f + d.e), (__m512)d.n);
+#else
+  const vi n = integer(d.n), first = n >> 1;
+  return (1.0f + d.e) * power_of_two(first) * power_of_two(n - first);
+#endif
 }
 
 INL vf expm1_neg(vf x) {  // x <= 0
   const Reduced d = reduce(at_least(x, -40.0f));
-  const vf scale = power_of_two(d.n);
+  const vf scale = power_of_two(integer(d.n));
   return scale * d.e + (scale - 1.0f);
 }
 

@@ -15,7 +15,8 @@ enum Source { kFloats, kPairs, kHalves, kDots };
 // c[t * ldc + r * 16 + lane] += products of `inputs` inputs (whole steps) of R columns and T tokens; = if `fresh`.
 template <int R, int T, Source S>
 __attribute__((noinline)) static void float_tile(const uint8_t* const* columns, ptrdiff_t inputs, const float* x,
-                                                 float* c, ptrdiff_t ldc, bool fresh, Hint hint) {
+                                                 float* c, ptrdiff_t ldc, bool fresh, const Hint& given) {
+  Hint hint = given;  // by reference: a copy for each call would wait for the stores to it
   constexpr int kStep = S == kPairs || S == kDots ? 2 : 1;  // inputs of a line
   constexpr int kLine = S == kHalves ? 32 : 64;             // bytes of it
   constexpr int U = R * T * V >= 8 ? 1 : 8 / (R * T * V);   // chains, so that additions need not wait for each other
