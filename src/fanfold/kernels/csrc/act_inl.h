@@ -1,8 +1,9 @@
 // Activations as float32 vector polynomials. Coefficients: weighted minimax fits made for this file (Lawson's
 // iteration in float64), rounded to float32. Largest errors are stated and asserted by tests/test_cpu_kernel.py.
 //
-// Arguments of exp that are products (beta x, x^2 / 2, gelu_tanh's cubic) are formed in float64 and split into a
-// float32 pair: an error of half a unit in t costs t half units in exp(t), 40 of them at t = -80.
+// Arguments of exp that are products (beta x, x^2 / 2, gelu_tanh's cubic) are formed exactly enough for a float32 pair,
+// by fused multiply-adds or in float64: an error of half a unit in t costs t half units in exp(t), 40 of them at t =
+// -80.
 
 struct Pair {
   vd low, high;  // the vector's first and second half, in float64
@@ -77,11 +78,65 @@ INL vf expm1_neg(vf x) {  // x <= 0
   return scale * d.e + (scale - 1.0f);
 }
 
-INL vf exp_neg(Pair t) {  // exp(-t), t >= 0
-  const vf high = at_most(to_float(t), 200.0f);
+// high + low, |low| at most half a unit of high. low is not a number where high is infinite.
+struct Exact {
+  vf high, low;
+};
+#if FANFOLD_W >= 8
+INL vf product_error(vf a, vf b, vf product) {
+#if FANFOLD_W == 16
+  return (vf)_mm512_fmsub_ps((__m512)a, (__m512)b, (__m512)product);
+#else
+  return (vf)_mm256_fmsub_ps((__m256)a, (__m256)b, (__m256)product);
+#endif
+}
+// A product rounded once and for all: the compiler may not fuse it into one sum and leave it rounded in another.
+INL vf rounded(vf product) {
+  asm("" : "+v"(product));
+  return product;
+}
+INL Exact scaled(vf x, double beta) {
+  const float first = (float)beta;
+  const vf high = rounded(x * first);
+  return {high, product_error(x, splat(first), high) + x * (float)(beta - (double)first)};
+}
+INL Exact half_square(vf a) {
+  const vf half = 0.5f * a, high = rounded(a * half);
+  return {high, product_error(a, half, high)};
+}
+INL Exact gelu_tanh_argument(vf x) {  // x (c1 + c2 x^2)
+  const float c1 = (float)1.5957691216057308, c2 = (float)0.07135481627260025;
+  const float rest1 = (float)(1.5957691216057308 - (double)c1), rest2 = (float)(0.07135481627260025 - (double)c2);
+  const vf s = rounded(x * x), s_rest = product_error(x, x, s);
+  const vf p = rounded(c2 * s), p_rest = product_error(splat(c2), s, p) + (c2 * s_rest + rest2 * s);
+  const vf v = c1 + p, of_p = v - c1;
+  const vf v_rest = (c1 - (v - of_p)) + (p - of_p) + (rest1 + p_rest);
+  const vf high = rounded(x * v);
+  return {high, product_error(x, v, high) + x * v_rest};
+}
+#else
+INL Exact exact(const Pair& p) {
+  const vf high = to_float(p);
   const Pair h = to_double(high);
-  vf low = to_float({t.low - h.low, t.high - h.high});
-  low = high < 150.0f ? low : vf{};
+  return {high, to_float({p.low - h.low, p.high - h.high})};
+}
+INL Exact scaled(vf x, double beta) {
+  const Pair p = to_double(x);
+  return exact({p.low * beta, p.high * beta});
+}
+INL Exact half_square(vf a) {
+  const Pair p = to_double(a);
+  return exact({0.5 * p.low * p.low, 0.5 * p.high * p.high});
+}
+INL vd gelu_tanh_half(vd x) { return x * (1.5957691216057308 + 0.07135481627260025 * (x * x)); }
+INL Exact gelu_tanh_argument(vf x) {
+  const Pair p = to_double(x);
+  return exact({gelu_tanh_half(p.low), gelu_tanh_half(p.high)});
+}
+#endif
+
+INL vf exp_neg(Exact t) {  // exp(-t), t >= 0
+  const vf high = at_most(t.high, 200.0f), low = high < 150.0f ? t.low : vf{};
   const vf e = exp_(-high);
   return e - e * low;
 }
@@ -101,23 +156,17 @@ INL vf sigmoid_of(vf e, vf x) {  // e = exp(-|x|): the form for x < 0 does not c
   return x < 0.0f ? e * r : r;
 }
 INL vf sigmoid(vf x) { return sigmoid_of(exp_(-vabs(x)), x); }
-INL vf sigmoid(Pair t) {
-  const vf x = to_float(t);
-  const vd zero = {};
-  return sigmoid_of(exp_neg({t.low < 0.0 ? zero - t.low : t.low, t.high < 0.0 ? zero - t.high : t.high}), x);
+INL vf sigmoid(Exact t) {
+  const vi sign = (vi)t.high & splat_i(INT32_MIN);
+  return sigmoid_of(exp_neg({vabs(t.high), (vf)((vi)t.low ^ sign)}), t.high);
 }
 
 INL vf swish(vf x, double beta) {
   if (beta == 1.0) return x * sigmoid(x);
-  const Pair p = to_double(x);
-  return x * sigmoid(Pair{p.low * beta, p.high * beta});
+  return x * sigmoid(scaled(x, beta));
 }
 
-INL vd gelu_tanh_argument(vd x) { return x * (1.5957691216057308 + 0.07135481627260025 * (x * x)); }
-INL vf gelu_tanh(vf x) {  // (1 + tanh u) / 2 = sigmoid(2 u)
-  const Pair p = to_double(x);
-  return x * sigmoid(Pair{gelu_tanh_argument(p.low), gelu_tanh_argument(p.high)});
-}
+INL vf gelu_tanh(vf x) { return x * sigmoid(gelu_tanh_argument(x)); }  // (1 + tanh u) / 2 = sigmoid(2 u)
 
 struct Normal {
   vf below;    // Phi(x)
@@ -140,8 +189,7 @@ INL Normal normal(vf x) {
   p = p * t + 2.300176919e-01f;
   p = p * t + -5.093320012e-01f;
   p = p * t + 7.290837169e-01f;
-  const Pair d = to_double(a);
-  const vf density = exp_neg({0.5 * d.low * d.low, 0.5 * d.high * d.high});
+  const vf density = exp_neg(half_square(a));
   const vf tail = p * inverse * density;
   return {x < 0.0f ? tail : 1.0f - tail, density};
 }

@@ -12,12 +12,10 @@ INL Curve gated_self(vf x, vf s, vf inner) {
 }
 INL Curve swish_curve(vf x, double beta) {
   if (beta == 1.0) return gated_self(x, sigmoid(x), splat(1.0f));
-  const Pair p = to_double(x);
-  return gated_self(x, sigmoid(Pair{p.low * beta, p.high * beta}), splat((float)beta));
+  return gated_self(x, sigmoid(scaled(x, beta)), splat((float)beta));
 }
 INL Curve gelu_tanh_curve(vf x) {
-  const Pair p = to_double(x);
-  const vf s = sigmoid(Pair{gelu_tanh_argument(p.low), gelu_tanh_argument(p.high)});
+  const vf s = sigmoid(gelu_tanh_argument(x));
   const vf near = at_most(vabs(x), 32.0f);  // beyond it 1 - s or the value is 0; the square must not overflow
   return gated_self(x, s, 1.5957691216057308f + 3.0f * 0.07135481627260025f * (near * near));
 }
@@ -32,11 +30,11 @@ INL Curve mish_curve(vf x) {  // x tanh(softplus(x)); softplus' = sigmoid
   return {x * t, t + x * (rest / (top + rest)) * (1.0f + t) * sigmoid_of(e, x)};
 }
 INL Curve tanh_curve(vf x) {  // 1 - tanh^2 = 4 e / (1 + e)^2 with e = exp(-2 |x|)
-  const vf e = exp_(-2.0f * vabs(x)), r = 1.0f / (1.0f + e);
+  const vf e = exp_(-2.0f * vabs(x)), r = reciprocal(1.0f + e);
   return {tanh_(x), 4.0f * e * r * r};
 }
 INL Curve sigmoid_curve(vf x) {
-  const vf e = exp_(-vabs(x)), r = 1.0f / (1.0f + e);
+  const vf e = exp_(-vabs(x)), r = reciprocal(1.0f + e);
   return {sigmoid_of(e, x), e * r * r};
 }
 INL Curve xielu_curve(vf x, float alpha_p, float alpha_n, float beta, float eps) {
