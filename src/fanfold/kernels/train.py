@@ -20,15 +20,16 @@ from . import torch as torch_ops
 from .blocks import Block
 
 NAMES = counted.TRAINED  # in the order of an operator's arguments
-# Between products lie two buffers of [forward, F] in forward and three of [tokens, F / parts] in backward: as much room
-# in both. Backward's blocks are of few channels, not of few tokens, which would read and write the gradients of the
-# matrices once each: of eager's time at 768x2048 with 2048 tokens in bfloat16 "all" takes 0.92 in halves of the
-# channels, 1.20 in halves of the tokens (by turns in one run, 2 threads, shared Xeon with AMX, 2026-11-30).
+# Between products lie two buffers of [forward, F] in forward and three of [tokens, F / parts] in backward: of "input" as
+# much room in both. Backward's blocks are of few channels, not of few tokens, which would read and write the gradients
+# of the matrices once each. Fewer channels save room and cost time: of eager's at 768x2048 with 2048 tokens in float32
+# "all" takes 0.98–1.00 in 1 or 2 parts, 1.02 in 3 or 4, 1.06 in 8; "tiles" 1.22–1.24 in 6, 1.26 in 8 (least times by
+# turns in one run each, 2 threads, shared Xeon without AMX, 2026-11-30).
 BLOCKS = {
-    "all": Block(2048, 2048, 4),
-    "preact": Block(2048, 2048, 4),
+    "all": Block(2048, 2048, 2),
+    "preact": Block(2048, 2048, 2),
     "input": Block(768, 2048, 4),
-    "tiles": Block(384, 2048, 8),
+    "tiles": Block(384, 2048, 6),
 }
 
 
@@ -43,7 +44,7 @@ def ffn(x: Tensor, weights: Weights, save: str = "all", training: bool = False) 
 
     x        [..., d_model]  ->  [..., d_model], x's dtype (autocast's under autocast).
     save     "all": x, gate, up and the coefficients; "preact": x, gate and up; "input": x alone, backward computes
-             again, a quarter of the channels of 2048 tokens at a time; "tiles": x alone, an eighth. See
+             again, a quarter of the channels of 2048 tokens at a time; "tiles": x alone, a sixth. See
              `fanfold.count.ffn.kept`.
     training  apply the spec's dropout: the mask of torch's own dropout for the same seed, whatever `save` is.
     Gradients are the same to rounding; in 16 bits those of matrices are summed over 8 blocks of tokens at most before
