@@ -462,9 +462,34 @@ def test_forced_isa(monkeypatch):
 
 def test_the_core_checks_its_codes():
     with pytest.raises(ValueError, match="isas"):
-        cpu._cpu.activation(7, 0, 0, 0, 0, (0.0, 0.0, 0.0, 0.0))
+        cpu._cpu.activation(99, 0, 0, 0, 0, (0.0, 0.0, 0.0, 0.0))
     with pytest.raises(ValueError, match="activation_names"):
         cpu._cpu.activation(0, 0, 0, 0, 99, (0.0, 0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("best", "tiles", "pairs", "limit"),
+    [
+        ("amx", True, True, 6),
+        ("avx512bf16", False, True, 16),
+        ("avx512vnni", False, True, 1 << 62),  # the CPU has the unit, and the core ranks it below float32's
+        ("avx512vnni", True, True, 6),  # tiles that the system does not grant us
+        ("avx2", False, False, 1 << 62),
+    ],
+)
+def test_up_to_how_many_tokens_torch_has_no_faster_bfloat16_unit(monkeypatch, best, tiles, pairs, limit):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: pairs)
+    monkeypatch.setattr(cpu, "_ISAS", ("scalar", best))
+    assert cpu._torch_bfloat16_limit.__wrapped__() == limit
+
+
+def test_where_bfloat16_products_rank():
+    """Above float32's only where they are faster, on this CPU or not: Intel's, without a matrix unit, are not."""
+    assert list(ISAS) == sorted(ISAS, key=cpu._ISA_IDS.__getitem__)
+    if {"avx512bf16", "avx512vnni"} <= set(ISAS):
+        intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+        assert (ISAS.index("avx512bf16") < ISAS.index("avx512vnni")) == intel
 
 
 def test_where_torch_is_faster(monkeypatch):

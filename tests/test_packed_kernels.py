@@ -316,6 +316,21 @@ def test_ffn(isa, format, mode, gated):
             assert not compare(packed.forward(x, weights.replace(**wrong)), truth, theirs)
 
 
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "q4_0"])
+def test_one_block_of_tokens_after_another(isa, format):
+    """While one thread still multiplies a block's coefficients, the other may begin with the next block's inputs."""
+    weights = pack_ffn(Spec(d_model=96, d_ff=300, activation="silu", gated=True), format)
+    x = tokens(600, 96)
+    y = packed.forward(x, weights)
+    truth, theirs = ffn_truth(x, weights), ffn_in_torch(x, weights, 600)
+    found = compare(y, truth, theirs)
+    assert found, found
+    late = torch.cat([y[:128], y[:-128]])  # as if a block's inputs came too late for it
+    assert not compare(late, truth, theirs)
+    for _ in range(30):
+        assert torch.equal(packed.forward(x, weights), y)
+
+
 @pytest.mark.parametrize("name", ["sigmoid", "softplus", "relu2", "identity"])
 def test_channels_that_pad_a_column_write_nothing(isa, name):
     """act(0) is not 0 for some: the channels beyond d_ff must not reach down's padding, whatever lies there."""

@@ -477,3 +477,5 @@ def test_blocks_and_their_widths(monkeypatch):
         448,
         704,
     ]
+    wide = blocks.Block(1, 1, 4, 1024)
+    assert [wide.width(n) for n in (40, 1000, 2048, 3420, 5632)] == [40, 1000, 1024, 1024, 1408]

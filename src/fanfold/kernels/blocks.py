@@ -25,16 +25,17 @@ _GROUP = 8
 
 
 class Block(NamedTuple):
-    """What is computed at a time: in backward `tokens` of a `parts`th of the channels; in forward `forward` tokens of
-    all channels, or as in backward if these are fewer and not in 16 bits."""
+    """What is computed at a time: in backward `tokens` of a `parts`th of the channels, but of `least` if there are so
+    many; in forward `forward` tokens of all channels, or as in backward if these are fewer and not in 16 bits."""
 
     forward: int
     tokens: int
     parts: int
+    least: int = 1
 
     def width(self, d_ff: int) -> int:
         """Channels of a block of backward, whole cache lines of them in every dtype."""
-        return min(-(-d_ff // (self.parts * _ALIGNED)) * _ALIGNED, d_ff)
+        return min(-(-max(-(-d_ff // self.parts), self.least) // _ALIGNED) * _ALIGNED, d_ff)
 
 
 class _Buffers:

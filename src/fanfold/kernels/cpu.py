@@ -31,8 +31,9 @@ _ISAS: tuple[str, ...] = tuple(sorted(_ISA_IDS, key=_ISA_IDS.__getitem__))
 _ACTS: dict[str, int] = {name: i for i, name in enumerate(_cpu.activation_names())} if _cpu else {}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _PLAIN = (Tensor, torch.nn.Parameter)  # subclasses may mean anything by their memory
-# torch's question whether the CPU has a unit for bfloat16 products -> tokens up to which we keep up with it
-_BFLOAT16_UNITS = {"_is_amx_tile_supported": 6, "_is_avx512_bf16_supported": 16}
+# torch's question whether the CPU has a unit for bfloat16 products -> (where that is our instruction set too, or None:
+# always; tokens up to which we keep up with it)
+_BFLOAT16_UNITS = {"_is_amx_tile_supported": (None, 6), "_is_avx512_bf16_supported": ("avx512bf16", 16)}
 _specs: dict[int, tuple[Spec, tuple[Any, ...]]] = {}  # id(spec) -> (spec, kept alive; its arguments): no hashing
 
 
@@ -378,10 +379,13 @@ def _linear_plan(x: Any, weight: Any, bias: Any) -> str | tuple[int, bool, int]:
 def _torch_bfloat16_limit() -> int:
     """Most tokens for which our bfloat16 products keep up with PyTorch's, which use the CPU's bfloat16 unit.
 
-    Measured with AMX at 576x1536 and 2048x5632: 1.2 x PyTorch's speed at 6 tokens, 0.9 x at 8, 0.4 x at 64.
+    Measured with AMX at 576x1536 and 2048x5632: 1.2 x PyTorch's speed at 6 tokens, 0.9 x at 8, 0.4 x at 64. Where the
+    core ranks its instruction sets so that bfloat16's is not the best, the unit is slower than float32's, which we use.
     """
-    has = {name: getattr(torch.cpu, name, lambda: False)() for name in _BFLOAT16_UNITS}
-    return next((limit for name, limit in _BFLOAT16_UNITS.items() if has[name]), 1 << 62)
+    for name, (of, limit) in _BFLOAT16_UNITS.items():
+        if getattr(torch.cpu, name, lambda: False)() and of in (None, *_ISAS[-1:]):
+            return limit
+    return 1 << 62
 
 
 def torch_limit(x_dtype: torch.dtype, weight: Tensor) -> tuple[int, str]:
