@@ -48,8 +48,8 @@ def test_theme(opened):
 
     kept = "localStorage.getItem('fanfold-theme')"
     assert tab.evaluate(kept) == "light"
-    # What a browser does with it until the page is opened again is its own affair, and Chromium has been seen to lose it
-    # here: the next page finds it stored.
+    # What a browser does with it until the page is opened again is its own affair, and Chromium has been seen to lose
+    # it here: the next page finds it stored.
     tab.add_init_script("localStorage.setItem('fanfold-theme', 'light')")
     tab.reload()
     assert tab.evaluate(background) != dark
