@@ -15,6 +15,7 @@ import fanfold as ff
 from families import FAMILIES, build, inputs, logits
 from fanfold import numerics
 from fanfold.kernels import cpu, dispatch
+from fanfold.models import swapped
 from fanfold.models.swapped import is_swapped
 
 LLAMA = next(f for f in FAMILIES if f.name == "llama")
@@ -334,18 +335,25 @@ def test_named_backend_and_environment(monkeypatch) -> None:
 
 def test_a_kernel_that_is_wrong_is_caught_and_put_back(monkeypatch) -> None:
     """The verification must fail for each wrong kernel: zeros, one token repeated, another activation."""
-    real = cpu.attempt
-    wrong = {
-        "zeros": lambda x, w: torch.zeros_like(real(x, w)),
-        "first token everywhere": lambda x, w: real(x, w)[..., :1, :].expand_as(x).contiguous(),
-        "another activation": lambda x, w: real(x, next(m for n, m in numerics.mutants(w) if n.startswith("act"))),
-        "gate and up exchanged": lambda x, w: real(x, dict(numerics.mutants(w))["gate and up exchanged"]),
+    attempt, prepare, run_plan = cpu.attempt, cpu.prepare, cpu.run_plan
+    outputs = {
+        "zeros": lambda y: y if isinstance(y, bool | None) else torch.zeros_like(y),
+        "first token everywhere": lambda y: (
+            y if isinstance(y, bool | None) else y[..., :1, :].expand_as(y).contiguous()
+        ),
     }
-    for name, forward in wrong.items():
+    weights = {
+        "another activation": lambda w: next(m for n, m in numerics.mutants(w) if n.startswith("act")),
+        "gate and up exchanged": lambda w: dict(numerics.mutants(w))["gate and up exchanged"],
+    }
+    alive = []  # a bound kernel reads its weights where they are
+    for name in (*outputs, *weights):
         model = build(LLAMA)
-        monkeypatch.setattr(cpu, "attempt", forward)
+        y_of, of = outputs.get(name, lambda y: y), weights.get(name, lambda w: w)
+        monkeypatch.setattr(cpu, "attempt", lambda x, w, y_of=y_of, of=of: y_of(attempt(x, of(w))))
         # the second call takes the prepared path: it must be wrong and caught as well
-        monkeypatch.setattr(cpu, "prepare", lambda x, w, forward=forward: lambda x: forward(x, w))
+        monkeypatch.setattr(cpu, "prepare", lambda x, w, of=of: prepare(x, alive.append(of(w)) or alive[-1]))
+        monkeypatch.setattr(swapped, "_run_plan", lambda plan, x, y_of=y_of: y_of(run_plan(plan, x)))
         report = ff.swap(model)
         assert report.n_swapped == 0, name
         assert "verification failed" in report.rows[0].reason

@@ -155,7 +155,13 @@ def test_a_wrong_kernel_is_caught_and_put_back(monkeypatch, family, name, change
     if change is None and format == "bf16":
         return
     monkeypatch.setattr(packed, "forward", lambda x, w: forward(x, other(w)))
-    monkeypatch.setattr(packed, "prepare", lambda x, w: lambda x: forward(x, other(w)))
+    alive = []  # a bound kernel reads its weights where they are
+
+    def prepare(x, w):
+        alive.append(other(w))
+        return packed.bind(x.dtype, alive[-1])
+
+    monkeypatch.setattr(packed, "prepare", prepare)
     report = ff.swap(model, format=format)
     assert report.n_swapped == 0, name
     assert "verification failed" in report.rows[0].reason

@@ -65,6 +65,36 @@ void packed(const fanfold::Isa& isa, Mode m, DType type) {
   }
 }
 
+// Products of one x in one pass: each as alone, and only in its own y.
+void beside(const fanfold::Isa& isa, Mode m, DType type) {
+  constexpr Shape kShapes[] = {{70, 50}, {70, 17}, {70, 33}, {70, 1}};
+  PackedLayer layers[4];
+  for (int i = 0; i < 4; ++i) layers[i] = packed_layer(kLinear, m, kShapes[i], i % 2 == 0);
+  for (const ptrdiff_t count : {1, 5, 16, 60, 300}) {
+    snprintf(current_case, sizeof current_case, "beside %s format %d int8 activations %d x %d tokens %td", isa.name,
+             m.format, m.int8_activations, type, count);
+    const Buffer x = numbers(count, 70, 70, type);
+    std::vector<Output> alone, together;
+    for (PackedLayer& l : layers) {
+      set_tokens(&l.call, x, type, count, 0);
+      alone.push_back(output_of(*isa.packed, l.call, 2, 0xff));
+      together.emplace_back(count, outputs(l.call), outputs(l.call), type);
+    }
+    fanfold::PackedCall call = layers[0].call;
+    call.threads = 3;
+    call.y = together[0].buffer.data();
+    call.n_beside = 3;
+    for (int i = 0; i < 3; ++i) {
+      call.beside[i] = {layers[i + 1].call.down, together[i + 1].buffer.data(), outputs(layers[i + 1].call)};
+    }
+    fanfold::run(*isa.packed, call);
+    for (int i = 0; i < 4; ++i) {
+      if (!together[i].same(alone[i])) wrong("a product beside another is not what it is alone");
+    }
+    ++cases;
+  }
+}
+
 void plain(const fanfold::Isa& isa, DType w, DType type, bool transposed) {
   const auto layer = [&](Kind kind, Shape s) {
     snprintf(current_case, sizeof current_case, "in place %s weights %d transposed %d kind %d shape %td %td", isa.name,
@@ -170,7 +200,7 @@ void middles(const fanfold::Isa& isa) {
 void drive(const fanfold::Isa& isa, const std::string& part) {
   if (part == "all" || part == "packed") {
     for (int i = 0; i < kModes; ++i) {
-      for (const DType type : kTypes) packed(isa, mode(i), type);
+      for (const DType type : kTypes) packed(isa, mode(i), type), beside(isa, mode(i), type);
     }
   }
   if (part == "all" || part == "plain") {

@@ -61,6 +61,12 @@ void packed(const fanfold::Isa& isa, Mode m, DType type) {
   const PackedLayer l = packed_layer(cases % 2 == 0 ? kGatedFfn : kPlainFfn, m, kShape, true);
   on_threads(*isa.packed, l.call, type);
   two_callers(*isa.packed, l.call, type);
+  // further products of one x beside the first
+  PackedLayer first = packed_layer(kLinear, m, kShape, true);
+  const PackedLayer more = packed_layer(kLinear, m, {kShape.d_model, 150}, true);
+  const Output y(kCounts[3], 150, 150, type);
+  first.call.beside[first.call.n_beside++] = {more.call.down, y.buffer.data(), 150};
+  on_threads(*isa.packed, first.call, type);
 }
 
 void plain(const fanfold::Isa& isa, DType w, DType type, bool transposed) {

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch  # before _cpu: the kernels then run on the OpenMP runtime that torch has loaded, in its thread pool
@@ -30,6 +29,7 @@ _ISA_IDS: dict[str, int] = _cpu.isas() if _cpu else {}  # numbers of the C++ cor
 _ISAS: tuple[str, ...] = tuple(sorted(_ISA_IDS, key=_ISA_IDS.__getitem__))
 _ACTS: dict[str, int] = {name: i for i, name in enumerate(_cpu.activation_names())} if _cpu else {}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+MOST_BESIDE: int = _cpu.MOST_BESIDE if _cpu else 0  # products that one call computes beside its own
 _PLAIN = (Tensor, torch.nn.Parameter)  # subclasses may mean anything by their memory
 # torch's question whether the CPU has a unit for bfloat16 products -> (where that is our instruction set too, or None:
 # always; tokens up to which we keep up with it)
@@ -104,8 +104,9 @@ def attempt(x: Tensor, weights: Weights) -> Tensor | str:
     return y
 
 
-def prepare(x: Tensor, weights: Weights) -> Callable[[Tensor], Tensor] | None:
-    """`forward` with these weights' memory bound, for a contiguous x of the same dtype; None if it cannot run.
+def prepare(x: Tensor, weights: Weights) -> Any | None:
+    """`forward` with these weights' memory bound, for `run_plan` with a contiguous x of the same dtype; None if it
+    cannot run.
 
     The caller keeps the weights alive and where they are. FANFOLD_ISA is read now.
     """
@@ -113,32 +114,14 @@ def prepare(x: Tensor, weights: Weights) -> Callable[[Tensor], Tensor] | None:
     if isinstance(plan, str):
         return None
     isa_id, args = plan
-    d, code = args[0], _DTYPES[x.dtype]
-    run, empty_like, threads = _cpu.bind_ffn(isa_id, code, code, *args).run, torch.empty_like, torch.get_num_threads
-
-    def call(x: Tensor) -> Tensor:
-        y = empty_like(x)
-        run(threads(), x.data_ptr(), d, y.data_ptr(), d, x.numel() // d)
-        return y
-
-    return call
+    code = _DTYPES[x.dtype]
+    return _cpu.bind_ffn(isa_id, code, code, *args)
 
 
-def prepare_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+def prepare_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any | None:
     """`linear` bound in the same way."""
     plan = _linear_plan(x, weight, bias)
-    if isinstance(plan, str):
-        return None
-    n_out, n_in = weight.shape
-    code = _DTYPES[x.dtype]
-    bound = _bind_linear(plan, code, weight, bias)
-
-    def call(x: Tensor) -> Tensor:
-        y = x.new_empty((*x.shape[:-1], n_out))
-        bound.run(torch.get_num_threads(), x.data_ptr(), n_in, y.data_ptr(), n_out, x.numel() // n_in)
-        return y
-
-    return call
+    return None if isinstance(plan, str) else _bind_linear(plan, _DTYPES[x.dtype], weight, bias)
 
 
 def linear_why_not(x: Any, weight: Any, bias: Any = None) -> str | None:
@@ -173,14 +156,15 @@ def _bind_linear(plan: tuple[int, bool, int], code: int, weight: Tensor, bias: T
     )  # fmt: skip
 
 
-def holds(sizes: tuple, watched: tuple, bare: tuple, calls: tuple) -> bool:
-    """Whether everything that a prepared call relies on is still there, seen in as few cache lines as can be.
+def run_plan(plan: tuple[Any, ...], x: Any) -> Tensor | bool | None:
+    """y by the plan of a `models.quick.Quick`; None if x or what surrounds the call is not what was prepared for; False
+    if what the plan relies on is gone; True if all is well, but PyTorch's ops are the better choice."""
+    return _cpu.attempt(plan, x)
 
-    sizes    (dict, length, …).  watched  (dict, key, value, …): the very object.
-    bare     (object, type, instance dict, …): the same type, and no "forward" set on the instance.
-    calls    (bound method, result, …): calling it gives an equal result.
-    """
-    return _cpu.holds(sizes, watched, bare, calls, "forward")
+
+def fit_together(a: Any, b: Any) -> bool:
+    """Whether two prepared products of one x can be computed in one pass."""
+    return isinstance(a, _cpu.BoundPacked) and isinstance(b, _cpu.BoundPacked) and _cpu.fit_together(a, b)
 
 
 def _rows(x: Tensor, width: int) -> tuple[Tensor, int, int]:

@@ -12,7 +12,6 @@ T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -355,27 +354,12 @@ def _part(matrix: PackedMatrix | None, bias: Tensor | None) -> tuple[int, int, i
     return matrix.data.data_ptr(), _IDS[matrix.format], n, k, cpu._pointer(bias), matrix.activations == "int8"
 
 
-def prepare(x: Tensor, weights: Weights) -> Callable[[Tensor], Tensor] | None:
-    """`forward` with these weights bound, for a contiguous x of the same dtype; None if it cannot run."""
-    if why_not(x, weights) is not None:
-        return None
-    return _caller(bind(x.dtype, weights).run, weights.spec.d_model, weights.spec.d_model)
+def prepare(x: Tensor, weights: Weights) -> Any | None:
+    """`forward` with these weights bound, for `cpu.run_plan` with a contiguous x of the same dtype; None if it
+    cannot run."""
+    return None if why_not(x, weights) is not None else bind(x.dtype, weights)
 
 
-def prepare_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+def prepare_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Any | None:
     """`linear` bound in the same way."""
-    if linear_why_not(x, matrix, bias) is not None:
-        return None
-    n_out, n_in = matrix.shape
-    return _caller(bind_linear(x.dtype, matrix, bias).run, n_in, n_out)
-
-
-def _caller(run: Any, n_in: int, n_out: int) -> Callable[[Tensor], Tensor]:
-    threads = torch.get_num_threads
-
-    def call(x: Tensor) -> Tensor:
-        y = torch.empty_like(x) if n_in == n_out else x.new_empty((*x.shape[:-1], n_out))
-        run(threads(), x.data_ptr(), n_in, y.data_ptr(), n_out, x.numel() // n_in)
-        return y
-
-    return call
+    return None if linear_why_not(x, matrix, bias) is not None else bind_linear(x.dtype, matrix, bias)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +18,8 @@ from . import packed
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 _is_tracing = torch._C._is_tracing
+# (question, answer, …): what `transform_active` asks but for forward-mode AD, whose level is a number in a module
+NO_TRANSFORM: tuple[Any, ...] = (_dispatch_modes, 0, _functorch_stack, None, _is_tracing, False)
 
 
 def coefficients(spec: Spec, up: Tensor, gate: Tensor | None) -> Tensor:

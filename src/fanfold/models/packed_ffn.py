@@ -12,7 +12,7 @@ from ..kernels import torch as torch_ops
 from ..layout import INTERLEAVED, SEPARATE, Layout
 from ..weights import Weights
 from .packed_module import real_weights, stub_used
-from .packed_state import EXCHANGED, NO_LIMIT, no_gradient, version, watch_bias
+from .packed_state import EXCHANGED, no_gradient, version, watch_bias
 from .quick import Quick, preparable
 from .states import GRADIENTS, FFNState
 
@@ -134,7 +134,7 @@ class PackedFFNState(FFNState):
             return
         if self.layout.order in INTERLEAVED and self.spec.up_bias:
             return  # their biases are copied
-        call = packed.prepare(x, weights)
+        kernel = packed.prepare(x, weights)
         watched = self.snapshot.watched(self.dropout)
         questions: list[Any] = []
         for role, linear in self.linears.items():
@@ -145,7 +145,7 @@ class PackedFFNState(FFNState):
             stub = linear._fanfold.stub
             questions += [*own, (stub.data_ptr, stub.data_ptr())]
             watched += [(linear._parameters, key, p) for key, p in linear._parameters.items()]
-        if call is None:
+        if kernel is None:
             return
         below = [m for name, m, *_ in self.snapshot.nodes if name]
-        self.quick = Quick(call, x, None, watched, below, module, limit=NO_LIMIT, questions=questions)
+        self.quick = Quick(kernel, x, self.spec.d_model, watched, below, module, questions=questions)

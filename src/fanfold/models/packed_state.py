@@ -12,7 +12,7 @@ from ..kernels import cpu, dispatch, packed
 from ..kernels import torch as torch_ops
 from .linears import is_conv1d
 from .packed_weight import PackedWeight, pack, parameter
-from .quick import Quick, preparable
+from .quick import Quick, join, preparable
 from .states import AUTOCAST, GRADIENTS, LinearState
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 EXCHANGED = "its weight was exchanged after the swap"
 TABLE = "the table that its weight is tied to has changed"
-NO_LIMIT = 1 << 62
 _plain_linear = nn.functional.linear
 
 
@@ -190,9 +189,9 @@ class PackedLinearState(LinearState):
         part, *more = self.weight.parts
         if more or not preparable(x):
             return
-        call = packed.prepare_linear(x, part, bias)
+        kernel = packed.prepare_linear(x, part, bias)
         questions = watch_bias(module, bias)
-        if call is None or questions is None:
+        if kernel is None or questions is None:
             return
         places = module._parameters
         watched = [(places, key, p) for key, p in places.items()]
@@ -203,7 +202,8 @@ class PackedLinearState(LinearState):
             if counted is None:
                 return
             asked += [(table.data_ptr, table.data_ptr()), (functools.partial(getattr, table, "_version"), counted)]
-        self.quick = Quick(call, x, None, watched, limit=NO_LIMIT, questions=asked)
+        self.quick = Quick(kernel, x, part.shape[0], watched, questions=asked)
+        join(self.quick, x, (part, bias))
 
     def save(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
         """Put the dequantized weights into a state_dict, in the original's dtype and orientation; where they are tied

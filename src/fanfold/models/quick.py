@@ -2,17 +2,24 @@
 
 A call of a decoding model streams megabytes of weights through the caches, so by the next call every Python object that
 it touches comes from far away: a thorough check that takes 10 us when repeated takes 60 us in use (measured on
-SmolLM2, 2026-11). A `Quick` holds what one thorough check has found, and `holds` looks at as few objects as will show a
-change: no hook registered anywhere since, the same children, types, attributes and parameters at the same addresses.
+SmolLM2, 2026-11). A `Quick` holds what one thorough check has found, and `cpu.run_plan` looks at as few objects as will
+show a change: no hook registered anywhere since, the same children, types, attributes and parameters where they were.
+
+Linears that are given one and the same x one after the other (attention's q, k and v) are computed together by the
+first of them, for a few tokens; each then makes its own checks and takes what is there for it, if x is that very tensor
+and nobody has written to it meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
 from ..kernels import cpu
@@ -34,72 +41,84 @@ def _questions(p: Tensor) -> tuple[Any, ...]:
 
 def preparable(x: Tensor) -> bool:
     """Whether calls like this one may be prepared at all."""
-    return x.dim() > 0 and x.shape[-1] > 1 and not _grad_enabled()
+    return x.dim() > 0 and x.shape[-1] > 1 and not torch.is_grad_enabled()
 
 
-# Aliases: a look-up in the large torch module is a cache miss of its own.
-_grad_enabled = torch.is_grad_enabled
-_autocast_enabled = torch.is_autocast_enabled
 _Watched = tuple[dict[str, Any], str, Any]  # dict, key, the object that must be there
+NO_LIMIT = 1 << 62
+# What may differ now and be as it was at the next call: (callable, answer) pairs.
+_SURROUNDINGS = (
+    *(torch.is_grad_enabled, False, functools.partial(torch.is_autocast_enabled, "cpu"), False),
+    *torch_ops.NO_TRANSFORM,
+)
 
 
 class Quick:
     """A kernel call prepared for one module and one dtype of x.
 
-    hooks     the number of the next hook in the process; the other fields are as `cpu.holds` takes them:
-    watched   attributes, children and parameters that must still be these.
-    bare      children whose class must be the same and whose forward not be patched.
-    calls     where each parameter lies, and how.
-    limit     most tokens for which our kernels are by rule no slower than PyTorch's ops.
+    plan  what `cpu.run_plan` looks at, in the order of csrc/quick.cpp:
+        the kernel with its weights bound, the type and dtype of x, its inputs and outputs per token;
+        most tokens, or what says of a number of tokens whether our kernels are the better choice;
+        surroundings  (callable, answer, …)
+        sizes         (dict, length, …)
+        watched       (dict, key, value, …): attributes, children and parameters that must still be these
+        bare          (module, type, its dict, …): children of the same class, their forward not patched
+        attributes    (object, name, value, …)
+        calls         (callable, answer, …): where each parameter lies, and how
+        letters       [] or [x, its address, its version, y]: what an earlier product of x has left for this one
+        besides       [(kernel, outputs, letters, what must stay in memory), …] to be computed in the same pass.
     """
 
-    __slots__ = ("bare", "call", "calls", "dtype", "forward", "hooks", "kind", "limit", "sizes", "watched", "width")
+    __slots__ = ("__weakref__", "plan")
 
     def __init__(
         self,
-        call: Any,
+        kernel: Any,
         x: Tensor,
-        weight: Tensor | None,
+        outputs: int,
         watched: list[_Watched],
         bare: list[nn.Module] | None = None,
         module: Any = None,
-        limit: int | None = None,
+        limit: int | Callable[[int], bool] = NO_LIMIT,
         questions: Sequence[tuple[Any, Any]] | None = None,
     ) -> None:
-        """weight  the first one, by which the limit goes if none is given.
-        questions  (method, answer) pairs to hold the parameters to; default: that each lies where and as it does."""
-        self.call, self.dtype, self.width = call, x.dtype, x.shape[-1]
-        self.kind = getattr(type(module), "_fanfold_original", None)
-        self.forward = getattr(self.kind, "forward", None)
-        self.limit = cpu.torch_limit(x.dtype, weight)[0] if limit is None else limit  # type: ignore[arg-type]
+        """questions  (method, answer) pairs to hold the parameters to; default: that each lies where and as it does."""
         places = {id(place): place for place, _, value in watched if isinstance(value, (nn.Module, Tensor))}
         if questions is None:
             parameters = [value for _, _, value in watched if isinstance(value, Tensor)]
             questions = [(f, f()) for p in parameters for f in _questions(p)]
-        self.hooks = RemovableHandle.next_id
-        self.sizes = tuple(x for place in places.values() for x in (place, len(place)))
-        self.watched = tuple(x for triple in watched for x in triple)
-        self.bare = tuple(x for m in bare or () for x in (m, type(m), m.__dict__))
-        self.calls = tuple(x for pair in questions for x in pair)
-
-    def fits(self, x: Any) -> bool:
-        """Whether x and the surroundings are of the kind that was prepared for: plain, contiguous, no autograd."""
-        # A negative view (of a conjugate) is never contiguous: its stride is 2. Hence no width of 1, see `preparable`.
-        return (
-            type(x) is Tensor
-            and x.dtype is self.dtype
-            and x.size(-1) == self.width
-            and x.is_cpu
-            and x.is_contiguous()
-            and torch_ops.transform_active() is None
-            and (x.data_ptr() != 0 or x.numel() == 0)
-            and not _grad_enabled()
-            and not _autocast_enabled("cpu")
+        # Every hook in the process, global ones included, takes its number from this counter.
+        attributes = [RemovableHandle, "next_id", RemovableHandle.next_id]
+        kind = getattr(type(module), "_fanfold_original", None)
+        if kind is not None:
+            attributes += [kind, "forward", kind.forward]
+        watched = [*watched, (forward_ad.__dict__, "_current_level", forward_ad._current_level)]
+        self.plan = (
+            *(kernel, Tensor, x.dtype, x.shape[-1], outputs, limit, torch.get_num_threads, torch.empty_like),
+            _SURROUNDINGS,
+            tuple(item for place in places.values() for item in (place, len(place))),
+            tuple(item for triple in watched for item in triple),
+            tuple(item for m in bare or () for item in (m, type(m), m.__dict__)),
+            tuple(attributes),
+            tuple(item for pair in questions for item in pair),
+            *([], []),
         )
 
-    def holds(self) -> bool:
-        """Whether nothing has been put in since the thorough check."""
-        # Every hook in the process, global ones included, takes its number from this counter.
-        if RemovableHandle.next_id != self.hooks or (self.kind is not None and self.kind.forward is not self.forward):
-            return False
-        return cpu.holds(self.sizes, self.watched, self.bare, self.calls)
+
+_KERNEL, _OUTPUTS, _LETTERS, _BESIDES = 0, 4, -2, -1  # in a plan
+_newest: tuple[weakref.ref[Tensor], weakref.ref[Quick]] | None = None
+
+
+def join(quick: Quick, x: Tensor, held: Any) -> None:
+    """Have the product that was prepared just before this one compute this one as well, if it was of the same x.
+
+    held  what the kernel reads and Python must keep: the other's next call may come after this module has gone.
+    """
+    global _newest
+    first = _newest[1]() if _newest is not None and _newest[0]() is x else None
+    if first is not None and cpu.fit_together(first.plan[_KERNEL], quick.plan[_KERNEL]):
+        others = first.plan[_BESIDES]
+        if len(others) < cpu.MOST_BESIDE:
+            others.append((quick.plan[_KERNEL], quick.plan[_OUTPUTS], quick.plan[_LETTERS], held))
+            return
+    _newest = (weakref.ref(x), weakref.ref(quick))

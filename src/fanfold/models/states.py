@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from ..layout import INTERLEAVED, SEPARATE, Layout
 from ..spec import Spec
 from ..weights import Weights
 from .linears import global_hooks, matrix, pristine
-from .quick import Quick, memory, preparable
+from .quick import NO_LIMIT, Quick, memory, preparable
 from .snapshot import Snapshot
 from .timing import Choice
 
@@ -45,11 +47,14 @@ class LinearState:
         """Let go of everything but the counts."""
         self.quick = None
 
-    def ahead(self, x: Tensor, limit: int) -> bool:
-        """Whether our kernels are the better choice for x, as measured; without a measurement up to `limit` tokens."""
+    def limit(self, x: Tensor, weight: Tensor) -> int | Callable[[int], bool]:
+        """What `Quick` asks of a number of tokens; for a first weight [out, in]."""
         if self.backend != "auto":
-            return True
-        tokens = x.numel() // x.shape[-1]
+            return NO_LIMIT
+        return functools.partial(self.ahead, cpu.torch_limit(x.dtype, weight)[0])
+
+    def ahead(self, limit: int, tokens: int) -> bool:
+        """Whether our kernels are the better choice, as measured; without a measurement up to `limit` tokens."""
         return tokens <= limit if self.choice is None else self.choice.ours(tokens)
 
     def slower(self, x: Tensor, weight: Tensor) -> str | None:
@@ -184,15 +189,16 @@ class FFNState(LinearState):
         # Tensors that the code reads beside the weights (xIELU's alphas) need the thorough look every time.
         if self._copies_biases or not preparable(x) or self.snapshot is None or self.snapshot.constants:
             return
-        call = cpu.prepare(x, weights)
-        if call is None:
+        kernel = cpu.prepare(x, weights)
+        if kernel is None:
             return
         assert self.snapshot is not None
         watched = self.snapshot.watched(self.dropout)
         for linear in self.linears.values():
             watched += [(linear._parameters, key, p) for key, p in linear._parameters.items()]
         below = [m for name, m, *_ in self.snapshot.nodes if name]
-        self.quick = Quick(call, x, weights.up, watched, below, module)
+        limit = self.limit(x, weights.up)
+        self.quick = Quick(kernel, x, self.spec.d_model, watched, below, module, limit)
 
     def weights(self, module: nn.Module) -> Weights | str:
         """The linears' parameters as Weights: views in place, made anew only if a parameter moved. If they no longer

@@ -21,6 +21,10 @@ from .packed_state import PackedLinearState
 from .quick import Quick, preparable
 from .states import AUTOCAST, FASTER, GRADIENTS, FFNState, LinearState
 
+# Aliases: a look-up in the large torch module is a cache miss of its own.
+_is_compiling = torch.compiler.is_compiling
+_run_plan = cpu.run_plan
+
 
 class Swapped:
     """Mixin of every swapped class; `_fanfold_original` is the class it was made from."""
@@ -37,17 +41,20 @@ class SwappedFFN(Swapped):
         if not args:  # called by keyword: the module's own signature knows which
             return state.own_code(self, args, kwargs)
         x, *rest = args
-        compiling = torch.compiler.is_compiling()
+        compiling = _is_compiling()
         quick = state.quick
-        if quick is not None and not compiling and len(rest) == state.residual and not kwargs and quick.fits(x):
-            if quick.holds() and not (state.dropout and self.training):  # type: ignore[attr-defined]
-                if state.ahead(x, quick.limit):
-                    state.calls += 1
-                    dispatch.record("cpu")
-                    return state.finish(quick.call(x), rest)
+        if quick is not None and not compiling and len(rest) == state.residual and not kwargs:
+            dropping = state.dropout and self.training  # type: ignore[attr-defined]
+            y = None if dropping else _run_plan(quick.plan, x)
+            if y is True:
                 state.aside[FASTER] += 1
                 return super().forward(*args)  # type: ignore[misc]
-            state.quick = None
+            if y is False:
+                state.quick = None
+            elif y is not None:
+                state.calls += 1
+                dispatch.record("cpu")
+                return state.finish(y, rest)
         compute = state.traced if compiling else state.compute
         outcome: Tensor | str = state.objection(self, x, rest, kwargs) or compute(self, x)  # type: ignore[arg-type]
         if isinstance(outcome, Tensor):
@@ -65,15 +72,17 @@ class PackedLinear(Swapped):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         (x,) = args or kwargs.values()  # nn.Linear calls it `input`, Conv1D `x`
         state = self._fanfold
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return state.traced(self, x)
         quick = state.quick
-        if quick is not None and quick.fits(x):
-            if quick.holds():
+        if quick is not None:
+            y = _run_plan(quick.plan, x)
+            if y is False:
+                state.quick = None
+            elif y is not None:
                 state.calls += 1
                 dispatch.record("cpu")
-                return quick.call(x)
-            state.quick = None
+                return y  # type: ignore[return-value]  # there is no limit
         return state.run(self, x)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -109,17 +118,17 @@ class SwappedLinear(Swapped):
         (x,) = args or kwargs.values()  # nn.Linear calls it `input`, Conv1D `x`
         state = self._fanfold
         quick = state.quick
-        if quick is not None and not torch.compiler.is_compiling() and quick.fits(x):
-            if quick.holds():
-                if state.ahead(x, quick.limit):
-                    state.calls += 1
-                    dispatch.record("cpu")
-                    return quick.call(x)
-                if self.weight.dtype is x.dtype:  # type: ignore[attr-defined]
-                    state.aside[FASTER] += 1
-                    return super().forward(x)  # type: ignore[misc]
-            else:
+        if quick is not None and not _is_compiling():
+            y = _run_plan(quick.plan, x)
+            if y is False:
                 state.quick = None
+            elif isinstance(y, Tensor):
+                state.calls += 1
+                dispatch.record("cpu")
+                return y
+            elif y is True and self.weight.dtype is x.dtype:  # type: ignore[attr-defined]
+                state.aside[FASTER] += 1
+                return super().forward(x)  # type: ignore[misc]
         weight, bias = matrix(self), self.bias  # type: ignore[attr-defined]
         reason = self._objection(x, weight, bias)
         if reason is None:
@@ -136,11 +145,11 @@ class SwappedLinear(Swapped):
         """Bind the kernel for further calls like this one."""
         if not preparable(x):
             return
-        call = cpu.prepare_linear(x, weight, bias)
-        if call is not None:
+        kernel = cpu.prepare_linear(x, weight, bias)
+        if kernel is not None:
             places = self._parameters  # type: ignore[attr-defined]
             watched = [(places, key, p) for key, p in places.items()]
-            self._fanfold.quick = Quick(call, x, weight, watched)
+            self._fanfold.quick = Quick(kernel, x, weight.shape[0], watched, limit=self._fanfold.limit(x, weight))
 
     def _objection(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
         if torch.compiler.is_compiling():

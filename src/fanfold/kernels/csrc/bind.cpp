@@ -1,4 +1,4 @@
-// The one file that knows Python. Pointers come as integers; 0 means absent. The GIL is released while computing.
+// What Python sees. Pointers come as integers; 0 means absent. The GIL is released while computing.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
@@ -16,8 +16,10 @@
 #include <tuple>
 #include <vector>
 
+#include "bound.h"
 #include "core.h"
 #include "packed.h"
+#include "quick.h"
 
 namespace nb = nanobind;
 using fanfold::Call;
@@ -25,11 +27,6 @@ using fanfold::DType;
 using Params = std::tuple<double, double, double, double>;
 
 namespace {
-
-template <class T = const void>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
 
 const fanfold::Isa& checked(int isa) {
   const fanfold::Isa* found = fanfold::isa(isa);
@@ -62,28 +59,6 @@ std::map<std::string, int> isas() {
 std::vector<std::string> activation_names() {
   return {fanfold::activation_names(), fanfold::activation_names() + fanfold::kActCount};
 }
-
-// One product or FFN with its weights bound: what is left to say per call is where x and y are, and how many tokens.
-template <class Kernels, class AnyCall>
-struct BoundCall {
-  const Kernels* kernels;
-  AnyCall call;
-
-  void run(int threads, uintptr_t x, ptrdiff_t x_stride, uintptr_t y, ptrdiff_t y_stride, ptrdiff_t tokens) const {
-    AnyCall c = call;
-    c.threads = threads < 1 ? 1 : threads;
-    c.x = pointer(x);
-    c.x_stride = x_stride;
-    c.y = pointer<void>(y);
-    c.y_stride = y_stride;
-    c.tokens = tokens;
-    const nb::gil_scoped_release release;
-    fanfold::run(*kernels, c);
-  }
-};
-
-using Bound = BoundCall<fanfold::Kernels, Call>;
-using BoundPacked = BoundCall<fanfold::PackedKernels, fanfold::PackedCall>;
 
 Bound bind_ffn(int isa, int x_dtype, int y_dtype, ptrdiff_t d_model, ptrdiff_t d_ff, uintptr_t gate,
                ptrdiff_t gate_stride, uintptr_t gate_bias, uintptr_t up, ptrdiff_t up_stride, uintptr_t up_bias,
@@ -162,32 +137,10 @@ std::string products(int isa, int x_dtype, const Part& matrix, ptrdiff_t tokens)
   return names[kind];
 }
 
-// Whether everything that a prepared call relies on is still there. In C, because each Python object and byte code that
-// a check touches between two streams of weights is a cache miss: 28 us in Python, a fifth of that here.
-//   sizes    (dict, length, …)         watched  (dict, key, value, …): identity
-//   bare     (object, type, dict, …): the type is the same and the dict holds no `patched`
-//   calls    (bound method, result, …): calling it gives an equal result
-bool holds(const nb::tuple& sizes, const nb::tuple& watched, const nb::tuple& bare, const nb::tuple& calls,
-           const nb::str& patched) {
-  const auto item = [](const nb::tuple& t, Py_ssize_t i) { return PyTuple_GetItem(t.ptr(), i); };
-  for (Py_ssize_t i = 0, n = PyTuple_Size(sizes.ptr()); i < n; i += 2) {
-    if (PyDict_Size(item(sizes, i)) != PyLong_AsSsize_t(item(sizes, i + 1))) return false;
-  }
-  for (Py_ssize_t i = 0, n = PyTuple_Size(watched.ptr()); i < n; i += 3) {
-    if (PyDict_GetItemWithError(item(watched, i), item(watched, i + 1)) != item(watched, i + 2)) return false;
-  }
-  for (Py_ssize_t i = 0, n = PyTuple_Size(bare.ptr()); i < n; i += 3) {
-    if ((PyObject*)Py_TYPE(item(bare, i)) != item(bare, i + 1)) return false;
-    if (PyDict_GetItemWithError(item(bare, i + 2), patched.ptr()) != nullptr) return false;
-  }
-  for (Py_ssize_t i = 0, n = PyTuple_Size(calls.ptr()); i < n; i += 2) {
-    const nb::object now = nb::steal(PyObject_CallObject(item(calls, i), nullptr));
-    if (!now.is_valid()) throw nb::python_error();
-    const int same = PyObject_RichCompareBool(now.ptr(), item(calls, i + 1), Py_EQ);
-    if (same < 0) throw nb::python_error();
-    if (same == 0) return false;
-  }
-  return true;
+// Whether one call may compute the products of both: what `attempt` does of its own accord with "besides".
+bool fit_together(const BoundPacked& a, const BoundPacked& b) {
+  return a.kernels == b.kernels && a.call.x_dtype == b.call.x_dtype && a.call.up.columns == nullptr &&
+         b.call.up.columns == nullptr && fanfold::fit_together(a.call.down, b.call.down);
 }
 
 double peak(const std::string& kind, int threads) {
@@ -270,7 +223,9 @@ NB_MODULE(_cpu, m) {
   m.def("bind_packed", &bind_packed);
   m.def("bind_packed_linear", &bind_packed_linear);
   m.def("products", &products);
-  m.def("holds", &holds);
+  m.def("fit_together", &fit_together);
+  m.attr("MOST_BESIDE") = fanfold::PackedCall::kMostBeside;
+  m.def("attempt", &attempt);
   m.def("activation", &activation);
   m.def("middle", &middle);
   m.def("use_large_pages", &use_large_pages);

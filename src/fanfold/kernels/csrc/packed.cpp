@@ -62,17 +62,22 @@ Packed packed_matrix(const void* data, int format, ptrdiff_t n, ptrdiff_t k, con
   return m;
 }
 
+bool fit_together(const Packed& a, const Packed& b) {
+  return a.format == b.format && a.k == b.k && a.int8_activations == b.int8_activations;
+}
+
 void run(const PackedKernels& isa, const PackedCall& given) {
   if (given.tokens <= 0) return;
   PackedCall call = given;
-  const double inputs =
-      static_cast<double>(call.gate.n * call.gate.k + call.up.n * call.up.k + call.down.n * call.down.k);
-  call.threads = threads_worth(call.threads, inputs, call.tokens);
+  ptrdiff_t weights = call.gate.n * call.gate.k + call.up.n * call.up.k + call.down.n * call.down.k;
+  for (int i = 0; i < call.n_beside; ++i) weights += call.beside[i].matrix.n * call.beside[i].matrix.k;
+  call.threads = threads_worth(call.threads, static_cast<double>(weights), call.tokens);
   {
     const Lease lease(isa.workspace(call));
     if (isa.run(call, reinterpret_cast<uint8_t*>(lease.data()))) return;
   }
   call.gate.int8_activations = call.up.int8_activations = call.down.int8_activations = false;
+  for (int i = 0; i < call.n_beside; ++i) call.beside[i].matrix.int8_activations = false;
   const Lease lease(isa.workspace(call));
   isa.run(call, reinterpret_cast<uint8_t*>(lease.data()));
 }

@@ -57,8 +57,18 @@ inline ptrdiff_t header_bytes(const Packed& m, ptrdiff_t inputs) {
   return (groups * (m.minimum ? 4 : 2) * kLanes + 63) / 64 * 64;
 }
 
-// As Call, with packed matrices: y = down(act(gate x) * (up x)), or down(act(up x)), or down(x) without an up.
+// A further product of the same inputs: its own matrix, its own outputs.
+struct Beside {
+  Packed matrix;
+  void* y = nullptr;
+  ptrdiff_t y_stride = 0;
+};
+
+// As Call, with packed matrices: y = down(act(gate x) * (up x)), or down(act(up x)), or down(x) without an up. In the
+// last case x may meet further matrices in the same pass, of the same format, inputs and kind of activations.
 struct PackedCall {
+  static constexpr int kMostBeside = 3;
+
   int threads = 1;
   const void* x = nullptr;
   DType x_dtype = kFloat32;
@@ -68,6 +78,8 @@ struct PackedCall {
   ptrdiff_t y_stride = 0;
   ptrdiff_t tokens = 0;
   Packed gate, up, down;
+  int n_beside = 0;
+  Beside beside[kMostBeside];
   int act = kIdentity;
   double params[4] = {0, 0, 0, 0};
   float gate_limit = 0, up_limit = 0, up_offset = 0;
@@ -83,6 +95,9 @@ struct PackedKernels {
 };
 
 void run(const PackedKernels& isa, const PackedCall& call);
+
+// Whether one call may compute both products of `a` and `b`.
+bool fit_together(const Packed& a, const Packed& b);
 
 // Operations per second of `threads` threads together, measured for some 10 ms; 0 without a unit for them.
 double peak(const PackedKernels& isa, Arithmetic kind, int threads);

@@ -73,7 +73,8 @@ static Plan plan(const PackedCall& c, uintptr_t base) {
     const ptrdiff_t most = imin(round_up(div_up(c.up.n, 8 * threads), unit), imax(128 / unit, 1) * unit);
     p.chunk = balanced(c.up.n, threads, unit, imax(most / 2 / unit, 1) * unit, most);
   }
-  const ptrdiff_t columns = div_up(c.down.n, kLanes);
+  ptrdiff_t columns = div_up(c.down.n, kLanes);
+  for (int i = 0; i < c.n_beside; ++i) columns += div_up(c.beside[i].matrix.n, kLanes);
   const ptrdiff_t unit = p.pair ? 2 : 1, few = imin(round_up(imax(columns / (6 * threads), 1), unit), 8);
   p.down_columns = balanced(columns, threads, unit, few, 8);
   p.ldc = imax(p.chunk, p.down_columns * kLanes) + kLanes;  // rows a power of two apart would share a few cache sets
@@ -168,18 +169,42 @@ INL void put_row(YT* to, const float* from, ptrdiff_t n) {
   for (; i < n; ++i) put(to + i, from[i]);
 }
 
-static void down_task(const PackedCall& c, const Plan& p, const Inputs& in, ptrdiff_t first, ptrdiff_t column,
+// A product whose outputs leave the call.
+struct Last {
+  const Packed* matrix;
+  void* y;
+  ptrdiff_t y_stride, column;
+};
+
+INL ptrdiff_t down_tasks(const Packed& m, const Plan& p) { return div_up(m.n, p.down_columns * kLanes); }
+
+// The columns of task i of down and of the matrices beside it; a matrix of nullptr behind the last.
+INL Last last_of(const PackedCall& c, const Plan& p, ptrdiff_t i) {
+  const ptrdiff_t tasks = down_tasks(c.down, p);
+  if (i < tasks) return {&c.down, c.y, c.y_stride, i * p.down_columns};
+  i -= tasks;
+  for (int b = 0; b < c.n_beside; ++b) {
+    const Beside& beside = c.beside[b];
+    const ptrdiff_t more = down_tasks(beside.matrix, p);
+    if (i < more) return {&beside.matrix, beside.y, beside.y_stride, i * p.down_columns};
+    i -= more;
+  }
+  return {nullptr, nullptr, 0, 0};
+}
+
+static void down_task(const PackedCall& c, const Plan& p, const Inputs& in, ptrdiff_t first, const Last& last,
                       uint8_t* own) {
   float* const out = (float*)(own + kScratchBytes);
-  const ptrdiff_t columns = imin(p.down_columns, div_up(c.down.n, kLanes) - column), n0 = column * kLanes;
-  columns_product(c.down, out, nullptr, nullptr, column, columns, p, in, own);
-  const ptrdiff_t n = imin(columns * kLanes, c.down.n - n0);
+  const Packed& m = *last.matrix;
+  const ptrdiff_t columns = imin(p.down_columns, div_up(m.n, kLanes) - last.column), n0 = last.column * kLanes;
+  columns_product(m, out, nullptr, nullptr, last.column, columns, p, in, own);
+  const ptrdiff_t n = imin(columns * kLanes, m.n - n0);
   for (ptrdiff_t t = 0; t < in.tokens; ++t) {
-    const ptrdiff_t at = (first + t) * c.y_stride + n0;
+    const ptrdiff_t at = (first + t) * last.y_stride + n0;
     if (c.y_dtype == kFloat32) {
-      put_row((float*)c.y + at, out + t * p.ldc, n);
+      put_row((float*)last.y + at, out + t * p.ldc, n);
     } else {
-      put_row((uint16_t*)c.y + at, out + t * p.ldc, n);
+      put_row((uint16_t*)last.y + at, out + t * p.ldc, n);
     }
   }
 }
@@ -208,9 +233,7 @@ void packed_body(int thread, int threads, void* arg) {
     }
     Inputs in = whole ? p.m : p.x;
     if (may_be_sparse(c) && in.mode == kFloatMode) in = without_zeros(c.down, in, (int32_t*)(own + p.lists));
-    for (ptrdiff_t i; (i = take(job.next[2])) * p.down_columns * kLanes < c.down.n;) {
-      down_task(c, p, in, first, i * p.down_columns, own);
-    }
+    for (Last last; (last = last_of(c, p, take(job.next[2]))).matrix != nullptr;) down_task(c, p, in, first, last, own);
     // Of a whole FFN the next block's inputs may be made ready while others still multiply the coefficients.
     if (!whole && first + p.block < c.tokens) finish(job, 2, thread, threads);
   }

@@ -1,0 +1,237 @@
+// The checks and the call in C: by the next token a decoding model has streamed megabytes of weights through the
+// caches, and each Python object and byte code that is touched then comes from memory.
+#include "quick.h"
+
+#include <cstddef>
+#include <cstdint>
+
+#include "bound.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+// In the order of quick.py's plan.
+enum Item {
+  kKernel,  // Bound or BoundPacked
+  kTensor,  // the type of x
+  kDtype,   // of x
+  kInputs,  // of a token
+  kOutputs,
+  kLimit,         // most tokens, or a callable that says of their number whether to run
+  kThreads,       // torch.get_num_threads
+  kEmptyLike,     // torch.empty_like
+  kSurroundings,  // as kCalls, but what differs now may be as it was at the next call
+  kSizes,
+  kWatched,
+  kBare,
+  kAttributes,
+  kCalls,
+  kLetters,
+  kBesides,
+};
+
+// … of what is to be computed in the same pass.
+enum Beside { kItsKernel, kItsOutputs, kItsLetters };
+
+constexpr Py_ssize_t kLetterParts = 4;
+constexpr ptrdiff_t kTogetherTokens = 16;  // a product of more tokens is worth a call of its own
+
+struct Names {
+  static PyObject* intern(const char* text) {
+    PyObject* const name = PyUnicode_InternFromString(text);
+    if (name == nullptr) throw nb::python_error();
+    return name;
+  }
+  PyObject* const dtype = intern("dtype");
+  PyObject* const size = intern("size");
+  PyObject* const shape = intern("shape");
+  PyObject* const is_cpu = intern("is_cpu");
+  PyObject* const is_contiguous = intern("is_contiguous");
+  PyObject* const data_ptr = intern("data_ptr");
+  PyObject* const numel = intern("numel");
+  PyObject* const new_empty = intern("new_empty");
+  PyObject* const version = intern("_version");
+  PyObject* const forward = intern("forward");
+  PyObject* const minus_one = PyLong_FromLong(-1);
+};
+
+const Names& names() {
+  static const Names* const made = new Names;  // never freed: they may be used until the process ends
+  return *made;
+}
+
+PyObject* at(PyObject* tuple, Py_ssize_t i) { return PyTuple_GetItem(tuple, i); }
+PyObject* at(const nb::tuple& plan, Item i) { return PyTuple_GetItem(plan.ptr(), i); }
+
+nb::object checked(PyObject* made) {
+  if (made == nullptr) throw nb::python_error();
+  return nb::steal(made);
+}
+
+nb::object get(PyObject* of, PyObject* name) { return checked(PyObject_GetAttr(of, name)); }
+
+nb::object call_method(PyObject* of, PyObject* name, PyObject* argument = nullptr) {
+  PyObject* const arguments[] = {of, argument};
+  return checked(PyObject_VectorcallMethod(name, arguments, argument == nullptr ? 1 : 2, nullptr));
+}
+
+int64_t integer(const nb::object& from) {
+  const long long value = PyLong_AsLongLong(from.ptr());
+  if (value == -1 && PyErr_Occurred()) throw nb::python_error();
+  return value;
+}
+
+uintptr_t address(PyObject* tensor) {
+  const nb::object found = call_method(tensor, names().data_ptr);
+  const unsigned long long value = PyLong_AsUnsignedLongLong(found.ptr());
+  if (value == ~0ULL && PyErr_Occurred()) throw nb::python_error();
+  return static_cast<uintptr_t>(value);
+}
+
+int64_t number(PyObject* from) { return integer(nb::borrow(from)); }
+
+bool equal(PyObject* a, PyObject* b) {
+  const int same = PyObject_RichCompareBool(a, b, Py_EQ);
+  if (same < 0) throw nb::python_error();
+  return same == 1;
+}
+
+// Whether `tokens` are within a limit, or a callable says that they are ours.
+bool ours(PyObject* limit, int64_t tokens) {
+  if (PyLong_Check(limit)) return tokens <= number(limit);
+  const nb::object given = checked(PyLong_FromLongLong(tokens));
+  const int said = PyObject_IsTrue(checked(PyObject_CallFunctionObjArgs(limit, given.ptr(), nullptr)).ptr());
+  if (said < 0) throw nb::python_error();
+  return said == 1;
+}
+
+// (callable, result, …): calling it gives an equal result.
+bool answers(PyObject* calls) {
+  for (Py_ssize_t i = 0, n = PyTuple_Size(calls); i < n; i += 2) {
+    const nb::object now = checked(PyObject_CallNoArgs(at(calls, i)));
+    if (now.ptr() != at(calls, i + 1) && !equal(now.ptr(), at(calls, i + 1))) return false;
+  }
+  return true;
+}
+
+bool holds(const nb::tuple& plan) {
+  PyObject* const sizes = at(plan, kSizes);
+  for (Py_ssize_t i = 0, n = PyTuple_Size(sizes); i < n; i += 2) {
+    if (PyDict_Size(at(sizes, i)) != PyLong_AsSsize_t(at(sizes, i + 1))) return false;
+  }
+  PyObject* const watched = at(plan, kWatched);
+  for (Py_ssize_t i = 0, n = PyTuple_Size(watched); i < n; i += 3) {
+    if (PyDict_GetItemWithError(at(watched, i), at(watched, i + 1)) != at(watched, i + 2)) return false;
+  }
+  PyObject* const bare = at(plan, kBare);
+  for (Py_ssize_t i = 0, n = PyTuple_Size(bare); i < n; i += 3) {
+    if ((PyObject*)Py_TYPE(at(bare, i)) != at(bare, i + 1)) return false;
+    if (PyDict_GetItemWithError(at(bare, i + 2), names().forward) != nullptr) return false;
+  }
+  PyObject* const attributes = at(plan, kAttributes);
+  for (Py_ssize_t i = 0, n = PyTuple_Size(attributes); i < n; i += 3) {
+    if (get(at(attributes, i), at(attributes, i + 1)).ptr() != at(attributes, i + 2)) return false;
+  }
+  return answers(at(plan, kCalls));
+}
+
+void clear(PyObject* list) {
+  if (PyList_SetSlice(list, 0, PyList_Size(list), nullptr) < 0) throw nb::python_error();
+}
+
+// How often x was written to; nothing where that is not counted.
+nb::object version_of(PyObject* x) {
+  PyObject* const found = PyObject_GetAttr(x, names().version);
+  if (found == nullptr) PyErr_Clear();
+  return nb::steal(found);
+}
+
+nb::object empty(const nb::tuple& plan, PyObject* x, PyObject* outputs) {
+  if (outputs == nullptr) return checked(PyObject_CallFunctionObjArgs(at(plan, kEmptyLike), x, nullptr));
+  const nb::object shape = get(x, names().shape);
+  const Py_ssize_t n = PyTuple_Size(shape.ptr());
+  const nb::object own = checked(PyTuple_New(n));
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    PyObject* const size = i + 1 < n ? at(shape.ptr(), i) : outputs;
+    Py_INCREF(size);
+    PyTuple_SetItem(own.ptr(), i, size);
+  }
+  return call_method(x, names().new_empty, own.ptr());
+}
+
+// What came for this product with an earlier one's call, if it was for this x as it is.
+nb::object take_letter(PyObject* letters, PyObject* x, uintptr_t x_at) {
+  const auto part = [&](Py_ssize_t i) { return nb::borrow(PyList_GetItem(letters, i)); };
+  const nb::object tensor = part(0), place = part(1), version = part(2), y = part(3);
+  clear(letters);
+  if (tensor.ptr() != x || static_cast<uintptr_t>(PyLong_AsUnsignedLongLong(place.ptr())) != x_at) return {};
+  const nb::object now = version_of(x);
+  return now.is_valid() && equal(now.ptr(), version.ptr()) ? y : nb::object();
+}
+
+}  // namespace
+
+nb::object attempt(const nb::tuple& plan, nb::handle given) {
+  PyObject* const x = given.ptr();
+  if ((PyObject*)Py_TYPE(x) != at(plan, kTensor)) return nb::none();
+  // A negative view (of a conjugate) is never contiguous, as its stride is 2: hence no width of 1, see quick.py.
+  if (get(x, names().dtype).ptr() != at(plan, kDtype) || get(x, names().is_cpu).ptr() != Py_True ||
+      !equal(call_method(x, names().size, names().minus_one).ptr(), at(plan, kInputs)) ||
+      call_method(x, names().is_contiguous).ptr() != Py_True) {
+    return nb::none();
+  }
+  const int64_t inputs = number(at(plan, kInputs)), tokens = integer(call_method(x, names().numel)) / inputs;
+  const uintptr_t x_at = address(x);
+  if ((x_at == 0 && tokens != 0) || !answers(at(plan, kSurroundings))) return nb::none();
+  if (!holds(plan)) return nb::borrow(Py_False);
+  if (!ours(at(plan, kLimit), tokens)) return nb::borrow(Py_True);
+
+  PyObject* const letters = at(plan, kLetters);
+  if (PyList_Size(letters) == kLetterParts) {
+    const nb::object y = take_letter(letters, x, x_at);
+    if (y.is_valid()) return y;
+  }
+  PyObject* const outputs = at(plan, kOutputs);
+  const int64_t n_out = number(outputs);
+  const int threads = static_cast<int>(integer(checked(PyObject_CallNoArgs(at(plan, kThreads)))));
+  const nb::object y = empty(plan, x, n_out == inputs ? nullptr : outputs);
+  const nb::handle kernel = at(plan, kKernel);
+  if (nb::isinstance<Bound>(kernel)) {
+    nb::cast<const Bound&>(kernel).run(threads, x_at, inputs, address(y.ptr()), n_out, tokens);
+    return y;
+  }
+  const BoundPacked& packed = nb::cast<const BoundPacked&>(kernel);
+  fanfold::PackedCall call = packed.with(threads, x_at, inputs, address(y.ptr()), n_out, tokens);
+
+  PyObject* const besides = at(plan, kBesides);
+  nb::object others[fanfold::PackedCall::kMostBeside], ys[fanfold::PackedCall::kMostBeside], version;
+  if (PyList_Size(besides) != 0 && tokens <= kTogetherTokens) version = version_of(x);
+  for (Py_ssize_t i = 0; version.is_valid() && i < PyList_Size(besides) && i < fanfold::PackedCall::kMostBeside;) {
+    others[i] = nb::borrow(PyList_GetItem(besides, i));
+    PyObject* const one = others[i].ptr();
+    if (PyList_Size(at(one, kItsLetters)) != 0) {  // nobody asked for the last: it was not given the same x
+      clear(at(one, kItsLetters));
+      if (PyList_SetSlice(besides, i, i + 1, nullptr) < 0) throw nb::python_error();
+      continue;
+    }
+    PyObject* const width = at(one, kItsOutputs);
+    ys[i] = empty(plan, x, number(width) == inputs ? nullptr : width);
+    const BoundPacked& its = nb::cast<const BoundPacked&>(nb::handle(at(one, kItsKernel)));
+    call.beside[i] = {its.call.down, pointer<void>(address(ys[i].ptr())), number(width)};
+    call.n_beside = static_cast<int>(++i);
+  }
+  {
+    const nb::gil_scoped_release release;
+    fanfold::run(*packed.kernels, call);
+  }
+  const nb::object place = checked(PyLong_FromUnsignedLongLong(x_at));
+  for (int i = 0; i < call.n_beside; ++i) {
+    PyObject* const letters_of = at(others[i].ptr(), kItsLetters);
+    clear(letters_of);
+    for (PyObject* const part : {x, place.ptr(), version.ptr(), ys[i].ptr()}) {
+      if (PyList_Append(letters_of, part) < 0) throw nb::python_error();
+    }
+  }
+  return y;
+}
