@@ -3,6 +3,7 @@
 # T tokens, N outputs, K inputs; D d_model, F d_ff
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fanfold import Spec, Weights, activations, formats
 from fanfold.count import formats as stored
-from fanfold.kernels import cpu, packed
+from fanfold.kernels import cpu, packed, packed_op
 from fanfold.kernels import torch as torch_ops
 from fanfold.kernels.packed import PackedMatrix
 from fanfold.numerics import compare, output_mutants, random_weights
@@ -420,3 +421,84 @@ def test_packed_bytes_are_what_the_cost_view_counts():
         # a last, partly filled group holds no codes that are not there; its header fills a 64-byte line of each column
         assert packed.packed_bytes(format, 1536, 576) <= stored.get(format).matrix_bytes(1536, 576) + 64 * 1536 // 16
         assert packed.packed_bytes(format, 4096, 11008) == stored.get(format).matrix_bytes(4096, 11008), format
+
+
+@pytest.mark.parametrize(
+    "change", ["bias", "bias gone", "bias of another dtype", "data", "x", "x strided", "isa", "dtype"]
+)
+def test_an_operator_called_again_sees_what_has_changed(change, monkeypatch):
+    """A call like one before it is made without a second look at its description; any other is not."""
+    generator = torch.Generator().manual_seed(3)
+    if "FANFOLD_ISA" in os.environ:
+        monkeypatch.delenv("FANFOLD_ISA")
+    q = [formats.quantize_matrix(torch.randn(20, 48, generator=generator).numpy(), "int8") for _ in range(2)]
+    first, second = map(PackedMatrix.pack, q)
+    first.data.copy_(first.data.clone())
+    x = torch.randn(3, 48, generator=generator)
+    bias = torch.randn(20, generator=generator)
+    text = packed_op.describe(first)
+
+    def call(x=x, data=first.data, bias=bias):
+        return torch.ops.fanfold.packed_linear(x, data, bias, text)
+
+    packed_op._ready.clear()
+    before = call()
+    assert len(packed_op._ready) == 1
+    assert torch.equal(call(), before)
+    if change == "bias":
+        assert torch.equal(call(bias=bias + 1), packed.linear(x, first, bias + 1))
+    elif change == "bias gone":
+        assert torch.equal(call(bias=None), packed.linear(x, first))
+    elif change == "bias of another dtype":
+        bias.data = bias.view(torch.int32)
+        with pytest.raises(ValueError, match="bias is torch\\.int32"):
+            call()
+    elif change == "data":
+        assert torch.equal(call(data=second.data), packed.linear(x, second, bias))
+        first.data.copy_(second.data)  # in place: bound kernels read what is there
+        assert torch.equal(call(), packed.linear(x, second, bias))
+        assert not torch.equal(call(), before)
+    elif change == "x":
+        assert torch.equal(call(x=x[:2]), before[:2])
+        assert call(x=x[None]).shape == (1, 3, 20)
+        assert call(x=x[:0]).shape == (0, 20)
+        with pytest.raises(ValueError, match="shape"):
+            call(x=x[:, :40].contiguous())
+    elif change == "x strided":
+        wide = torch.randn(3, 96, generator=generator)
+        assert torch.equal(call(x=wide[:, ::2]), packed.linear(wide[:, ::2].contiguous(), first, bias))
+    elif change == "isa":
+        monkeypatch.setenv("FANFOLD_ISA", "scalar")
+        assert torch.equal(call(), packed.linear(x, first, bias))
+        monkeypatch.setattr(cpu._cpu, "bind_packed_linear", None)  # the call for this set is bound, and not in _ready
+        assert torch.equal(call(), call())
+    else:
+        assert call(x=x.bfloat16()).dtype == torch.bfloat16
+        assert torch.equal(call(x=x.bfloat16()), packed.linear(x.bfloat16(), first, bias))
+    assert len(packed_op._ready) <= 2
+
+
+def test_an_ffn_operator_called_again_sees_what_has_changed(monkeypatch):
+    monkeypatch.delenv("FANFOLD_ISA", raising=False)
+    generator = torch.Generator().manual_seed(4)
+
+    def made(n, k):
+        return PackedMatrix.pack(formats.quantize_matrix(torch.randn(n, k, generator=generator).numpy(), "int8"))
+
+    spec = Spec.parse("swiglu", d_model=48, d_ff=32, gate_bias=True, up_bias=True, down_bias=True)
+    biases = {
+        f"{name}_bias": torch.randn(n, generator=generator) for name, n in (("gate", 32), ("up", 32), ("down", 48))
+    }
+    w = Weights(spec, gate=made(32, 48), up=made(32, 48), down=made(48, 32), **biases)
+    text = packed_op.describe_ffn(w)
+    x = torch.randn(3, 48, generator=generator)
+    expected = packed.forward(x, w)
+    packed_op._ready.clear()
+    for _ in range(3):
+        assert torch.equal(packed_op.call_ffn(x, w, text), expected)
+    assert len(packed_op._ready) == 1
+    for name, other in (("up", made(32, 48)), ("down", made(48, 32)), ("up_bias", torch.ones(32))):
+        changed = Weights(spec, **{**dict(w.items()), name: other})
+        y = packed_op.call_ffn(x, changed, text)
+        assert torch.equal(y, packed.forward(x, changed)), name
+        assert not torch.equal(y, expected), name

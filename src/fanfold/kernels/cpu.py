@@ -162,6 +162,11 @@ def run_plan(plan: tuple[Any, ...], x: Any) -> Tensor | bool | None:
     return _cpu.attempt(plan, x)
 
 
+def repeat(ready: dict[Any, Any], x: Tensor, tensors: tuple[Tensor | None, ...], description: str) -> Tensor | None:
+    """y by the entry of `packed_op._ready` for these tensors, or None if there is none or x is another kind of tensor."""
+    return _cpu.repeat(ready, x, tensors, description) if _cpu else None
+
+
 def fit_together(a: Any, b: Any) -> bool:
     """Whether two prepared products of one x can be computed in one pass."""
     return isinstance(a, _cpu.BoundPacked) and isinstance(b, _cpu.BoundPacked) and _cpu.fit_together(a, b)

@@ -226,6 +226,7 @@ NB_MODULE(_cpu, m) {
   m.def("fit_together", &fit_together);
   m.attr("MOST_BESIDE") = fanfold::PackedCall::kMostBeside;
   m.def("attempt", &attempt);
+  m.def("repeat", &repeat);
   m.def("activation", &activation);
   m.def("middle", &middle);
   m.def("use_large_pages", &use_large_pages);

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 
 #include "bound.h"
 
@@ -33,6 +34,18 @@ enum Item {
 
 // … of what is to be computed in the same pass.
 enum Beside { kItsKernel, kItsOutputs, kItsLetters };
+
+// In the order of an entry of packed_op.py's `_ready`.
+enum Ready {
+  kReadyKernel,
+  kReadyDtype,  // of x
+  kReadyInputs,
+  kReadyOutputs,
+  kReadyPlaces,  // (address, elements, …) of the tensors; 0 for an absent one
+  kReadyTypes,   // their dtypes
+  kReadyThreads,
+  kReadyEmptyLike,
+};
 
 constexpr Py_ssize_t kLetterParts = 4;
 constexpr ptrdiff_t kTogetherTokens = 16;  // a product of more tokens is worth a call of its own
@@ -140,6 +153,15 @@ void clear(PyObject* list) {
   if (PyList_SetSlice(list, 0, PyList_Size(list), nullptr) < 0) throw nb::python_error();
 }
 
+// Whether x is contiguous, of this dtype, and `inputs` wide. A negative view (of a conjugate) is never contiguous, as
+// its stride is 2: hence no width of 1 ever comes here.
+bool rows(PyObject* x, PyObject* dtype, PyObject* inputs) {
+  return get(x, names().dtype).ptr() == dtype && equal(call_method(x, names().size, names().minus_one).ptr(), inputs) &&
+         call_method(x, names().is_contiguous).ptr() == Py_True;
+}
+
+int threads_of(PyObject* question) { return static_cast<int>(integer(checked(PyObject_CallNoArgs(question)))); }
+
 // How often x was written to; nothing where that is not counted.
 nb::object version_of(PyObject* x) {
   PyObject* const found = PyObject_GetAttr(x, names().version);
@@ -147,8 +169,9 @@ nb::object version_of(PyObject* x) {
   return nb::steal(found);
 }
 
-nb::object empty(const nb::tuple& plan, PyObject* x, PyObject* outputs) {
-  if (outputs == nullptr) return checked(PyObject_CallFunctionObjArgs(at(plan, kEmptyLike), x, nullptr));
+// Like x but for `outputs` in place of its last size, if that is another one.
+nb::object empty(PyObject* empty_like, PyObject* x, int64_t inputs, PyObject* outputs) {
+  if (number(outputs) == inputs) return checked(PyObject_CallFunctionObjArgs(empty_like, x, nullptr));
   const nb::object shape = get(x, names().shape);
   const Py_ssize_t n = PyTuple_Size(shape.ptr());
   const nb::object own = checked(PyTuple_New(n));
@@ -175,12 +198,7 @@ nb::object take_letter(PyObject* letters, PyObject* x, uintptr_t x_at) {
 nb::object attempt(const nb::tuple& plan, nb::handle given) {
   PyObject* const x = given.ptr();
   if ((PyObject*)Py_TYPE(x) != at(plan, kTensor)) return nb::none();
-  // A negative view (of a conjugate) is never contiguous, as its stride is 2: hence no width of 1, see quick.py.
-  if (get(x, names().dtype).ptr() != at(plan, kDtype) || get(x, names().is_cpu).ptr() != Py_True ||
-      !equal(call_method(x, names().size, names().minus_one).ptr(), at(plan, kInputs)) ||
-      call_method(x, names().is_contiguous).ptr() != Py_True) {
-    return nb::none();
-  }
+  if (get(x, names().is_cpu).ptr() != Py_True || !rows(x, at(plan, kDtype), at(plan, kInputs))) return nb::none();
   const int64_t inputs = number(at(plan, kInputs)), tokens = integer(call_method(x, names().numel)) / inputs;
   const uintptr_t x_at = address(x);
   if ((x_at == 0 && tokens != 0) || !answers(at(plan, kSurroundings))) return nb::none();
@@ -194,8 +212,8 @@ nb::object attempt(const nb::tuple& plan, nb::handle given) {
   }
   PyObject* const outputs = at(plan, kOutputs);
   const int64_t n_out = number(outputs);
-  const int threads = static_cast<int>(integer(checked(PyObject_CallNoArgs(at(plan, kThreads)))));
-  const nb::object y = empty(plan, x, n_out == inputs ? nullptr : outputs);
+  const int threads = threads_of(at(plan, kThreads));
+  const nb::object y = empty(at(plan, kEmptyLike), x, inputs, outputs);
   const nb::handle kernel = at(plan, kKernel);
   if (nb::isinstance<Bound>(kernel)) {
     nb::cast<const Bound&>(kernel).run(threads, x_at, inputs, address(y.ptr()), n_out, tokens);
@@ -216,7 +234,7 @@ nb::object attempt(const nb::tuple& plan, nb::handle given) {
       continue;
     }
     PyObject* const width = at(one, kItsOutputs);
-    ys[i] = empty(plan, x, number(width) == inputs ? nullptr : width);
+    ys[i] = empty(at(plan, kEmptyLike), x, inputs, width);
     const BoundPacked& its = nb::cast<const BoundPacked&>(nb::handle(at(one, kItsKernel)));
     call.beside[i] = {its.call.down, pointer<void>(address(ys[i].ptr())), number(width)};
     call.n_beside = static_cast<int>(++i);
@@ -233,5 +251,44 @@ nb::object attempt(const nb::tuple& plan, nb::handle given) {
       if (PyList_Append(letters_of, part) < 0) throw nb::python_error();
     }
   }
+  return y;
+}
+
+nb::object repeat(const nb::dict& ready, nb::handle given, const nb::tuple& tensors, nb::handle description) {
+  if (std::getenv("FANFOLD_ISA") != nullptr) return nb::none();  // may be another one than when it was bound
+  PyObject* const x = given.ptr();
+  const Py_ssize_t n = PyTuple_Size(tensors.ptr());
+  Py_ssize_t first = 0;
+  while (first + 1 < n && at(tensors.ptr(), first) == Py_None) ++first;
+  const nb::object place = call_method(at(tensors.ptr(), first), names().data_ptr);
+  const nb::object key = checked(PyTuple_Pack(2, description.ptr(), place.ptr()));
+  PyObject* const found = PyDict_GetItemWithError(ready.ptr(), key.ptr());
+  if (found == nullptr) {
+    if (PyErr_Occurred()) throw nb::python_error();
+    return nb::none();
+  }
+  const nb::tuple entry = nb::borrow<nb::tuple>(found);  // another thread may clear `ready` meanwhile
+  const auto item = [&](Ready i) { return PyTuple_GetItem(entry.ptr(), i); };
+  if (!rows(x, item(kReadyDtype), item(kReadyInputs))) return nb::none();
+  PyObject* const places = item(kReadyPlaces);
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    PyObject* const tensor = at(tensors.ptr(), i);
+    PyObject *const expected = at(places, 2 * i), *const size = at(places, 2 * i + 1);
+    if (tensor == Py_None) {
+      if (number(expected) != 0) return nb::none();
+      continue;
+    }
+    // matrices are bytes, biases float32
+    if (get(tensor, names().dtype).ptr() != at(item(kReadyTypes), i) ||
+        call_method(tensor, names().is_contiguous).ptr() != Py_True ||
+        !equal(call_method(tensor, names().data_ptr).ptr(), expected) ||
+        !equal(call_method(tensor, names().numel).ptr(), size)) {
+      return nb::none();
+    }
+  }
+  const int64_t inputs = number(item(kReadyInputs)), tokens = integer(call_method(x, names().numel)) / inputs;
+  const nb::object y = empty(item(kReadyEmptyLike), x, inputs, item(kReadyOutputs));
+  nb::cast<const BoundPacked&>(nb::handle(item(kReadyKernel)))
+      .run(threads_of(item(kReadyThreads)), address(x), inputs, address(y.ptr()), number(item(kReadyOutputs)), tokens);
   return y;
 }
