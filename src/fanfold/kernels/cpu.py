@@ -163,7 +163,7 @@ def run_plan(plan: tuple[Any, ...], x: Any) -> Tensor | bool | None:
 
 
 def repeat(ready: dict[Any, Any], x: Tensor, tensors: tuple[Tensor | None, ...], description: str) -> Tensor | None:
-    """y by the entry of `packed_op._ready` for these tensors, or None if there is none or x is another kind of tensor."""
+    """y by the entry of `packed_op._ready` for these tensors; None if there is none or x is of another kind."""
     return _cpu.repeat(ready, x, tensors, description) if _cpu else None
 
 
