@@ -82,7 +82,7 @@ def test_each_is_what_it_is_alone(format: str, dtype: torch.dtype) -> None:
 def test_the_pass_is_one(attention, monkeypatch) -> None:
     x = torch.randn(1, 3, 32)
     q = attention.q_proj(x)
-    assert letters(attention) == [0, 4, 4]
+    assert letters(attention) == [0, 6, 6]
     k, v = (plan(getattr(attention, name))[-2][3] for name in NAMES[1:])
     assert attention.k_proj(x) is k
     assert attention.v_proj(x) is v
@@ -129,7 +129,7 @@ def test_what_nobody_fetches_is_not_computed_again(attention) -> None:
     attention.q_proj(x)
     attention.k_proj(x)
     attention.q_proj(x)
-    assert letters(attention) == [0, 4, 0]
+    assert letters(attention) == [0, 6, 0]
     assert len(besides(attention.q_proj)) == 1
     assert torch.equal(attention.v_proj(x), attention.v_proj(x.clone()))
 
@@ -156,6 +156,28 @@ def test_the_others_make_their_own_checks(attention) -> None:
         assert not torch.allclose(y, before[1], rtol=1e-2), name
 
 
+@pytest.mark.parametrize("what", ["matrix", "bias"])
+def test_weights_written_to_meanwhile_count(what: str) -> None:
+    """After q has computed for k, k's weights are written to in place: nothing has moved, and y is another one."""
+    model = build(next(f for f in FAMILIES if f.name == "opt"))
+    ff.swap(model, format="fp32", linears="all")
+    attention = model.model.decoder.layers[0].self_attn
+    x = torch.randn(1, 2, 32)
+    with torch.no_grad():
+        for _ in range(2):
+            before = heads(attention, x)[1]
+        attention.q_proj(x)
+        assert letters(attention) == [0, 6, 6]
+        k = attention.k_proj
+        if what == "bias":
+            k.bias.add_(1)
+        else:
+            k.load_state_dict({**k.state_dict(), "weight": 2 * k.state_dict()["weight"]})
+        expected = before + 1 if what == "bias" else 2 * (before - k.bias) + k.bias
+        assert torch.allclose(k(x), expected, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(before, expected, rtol=1e-2)
+
+
 def test_a_copy_has_its_own(attention) -> None:
     x = torch.randn(1, 3, 32)
     attention.q_proj(x)
@@ -163,7 +185,7 @@ def test_a_copy_has_its_own(attention) -> None:
     made.k_proj._fanfold.weight.parts[0].data.zero_()
     made.k_proj(x)
     assert torch.equal(attention.k_proj(x), attention.k_proj(x.clone()))
-    assert letters(attention) == [0, 0, 4]
+    assert letters(attention) == [0, 0, 6]
 
 
 def test_no_letters_where_writes_are_not_counted(attention) -> None:

@@ -203,7 +203,7 @@ class PackedLinearState(LinearState):
                 return
             asked += [(table.data_ptr, table.data_ptr()), (functools.partial(getattr, table, "_version"), counted)]
         self.quick = Quick(kernel, x, part.shape[0], watched, questions=asked)
-        join(self.quick, x, (part, bias))
+        join(self.quick, x, (part.data,) if bias is None else (part.data, bias))
 
     def save(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
         """Put the dequantized weights into a state_dict, in the original's dtype and orientation; where they are tied

@@ -7,7 +7,7 @@ show a change: no hook registered anywhere since, the same children, types, attr
 
 Linears that are given one and the same x one after the other (attention's q, k and v) are computed together by the
 first of them, for a few tokens; each then makes its own checks and takes what is there for it, if x is that very tensor
-and nobody has written to it meanwhile.
+and nobody has written to x, to the matrix or to its bias meanwhile.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class Quick:
         bare          (module, type, its dict, …): children of the same class, their forward not patched
         attributes    (object, name, value, …)
         calls         (callable, answer, …): where each parameter lies, and how
-        letters       [] or [x, its address, its version, y]: what an earlier product of x has left for this one
-        besides       [(kernel, outputs, letters, what must stay in memory), …] to be computed in the same pass.
+        letters       [] or [x, its address, its version, y, the tensors read for it, their versions]: what an earlier
+                      product of x has left for this one
+        besides       [(kernel, outputs, letters, the tensors it reads), …] to be computed in the same pass.
     """
 
     __slots__ = ("__weakref__", "plan")
@@ -109,16 +110,16 @@ _KERNEL, _OUTPUTS, _LETTERS, _BESIDES = 0, 4, -2, -1  # in a plan
 _newest: tuple[weakref.ref[Tensor], weakref.ref[Quick]] | None = None
 
 
-def join(quick: Quick, x: Tensor, held: Any) -> None:
+def join(quick: Quick, x: Tensor, tensors: tuple[Tensor, ...]) -> None:
     """Have the product that was prepared just before this one compute this one as well, if it was of the same x.
 
-    held  what the kernel reads and Python must keep: the other's next call may come after this module has gone.
+    tensors  what the kernel reads: kept, as the other's next call may come after this module has gone.
     """
     global _newest
     first = _newest[1]() if _newest is not None and _newest[0]() is x else None
     if first is not None and cpu.fit_together(first.plan[_KERNEL], quick.plan[_KERNEL]):
         others = first.plan[_BESIDES]
         if len(others) < cpu.MOST_BESIDE:
-            others.append((quick.plan[_KERNEL], quick.plan[_OUTPUTS], quick.plan[_LETTERS], held))
+            others.append((quick.plan[_KERNEL], quick.plan[_OUTPUTS], quick.plan[_LETTERS], tensors))
             return
     _newest = (weakref.ref(x), weakref.ref(quick))

@@ -33,7 +33,7 @@ enum Item {
 };
 
 // … of what is to be computed in the same pass.
-enum Beside { kItsKernel, kItsOutputs, kItsLetters };
+enum Beside { kItsKernel, kItsOutputs, kItsLetters, kItsTensors };
 
 // In the order of an entry of packed_op.py's `_ready`.
 enum Ready {
@@ -47,7 +47,7 @@ enum Ready {
   kReadyEmptyLike,
 };
 
-constexpr Py_ssize_t kLetterParts = 4;
+constexpr Py_ssize_t kLetterParts = 6;
 constexpr ptrdiff_t kTogetherTokens = 16;  // a product of more tokens is worth a call of its own
 
 struct Names {
@@ -162,9 +162,9 @@ bool rows(PyObject* x, PyObject* dtype, PyObject* inputs) {
 
 int threads_of(PyObject* question) { return static_cast<int>(integer(checked(PyObject_CallNoArgs(question)))); }
 
-// How often x was written to; nothing where that is not counted.
-nb::object version_of(PyObject* x) {
-  PyObject* const found = PyObject_GetAttr(x, names().version);
+// How often a tensor was written to; nothing where that is not counted.
+nb::object version_of(PyObject* tensor) {
+  PyObject* const found = PyObject_GetAttr(tensor, names().version);
   if (found == nullptr) PyErr_Clear();
   return nb::steal(found);
 }
@@ -183,14 +183,28 @@ nb::object empty(PyObject* empty_like, PyObject* x, int64_t inputs, PyObject* ou
   return call_method(x, names().new_empty, own.ptr());
 }
 
-// What came for this product with an earlier one's call, if it was for this x as it is.
+// The same of each of a tuple of tensors.
+nb::object versions_of(PyObject* tensors) {
+  const Py_ssize_t n = PyTuple_Size(tensors);
+  const nb::object versions = checked(PyTuple_New(n));
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    nb::object one = version_of(at(tensors, i));
+    if (!one.is_valid()) return {};
+    PyTuple_SetItem(versions.ptr(), i, one.release().ptr());
+  }
+  return versions;
+}
+
+// What came for this product with an earlier one's call, if it was for this x as it is and these weights as they are.
 nb::object take_letter(PyObject* letters, PyObject* x, uintptr_t x_at) {
   const auto part = [&](Py_ssize_t i) { return nb::borrow(PyList_GetItem(letters, i)); };
-  const nb::object tensor = part(0), place = part(1), version = part(2), y = part(3);
+  const nb::object tensor = part(0), place = part(1), version = part(2), y = part(3), read = part(4),
+                   versions = part(5);
   clear(letters);
   if (tensor.ptr() != x || static_cast<uintptr_t>(PyLong_AsUnsignedLongLong(place.ptr())) != x_at) return {};
-  const nb::object now = version_of(x);
-  return now.is_valid() && equal(now.ptr(), version.ptr()) ? y : nb::object();
+  const nb::object now = version_of(x), of_read = versions_of(read.ptr());
+  if (!now.is_valid() || !equal(now.ptr(), version.ptr())) return {};
+  return of_read.is_valid() && equal(of_read.ptr(), versions.ptr()) ? y : nb::object();
 }
 
 }  // namespace
@@ -223,12 +237,15 @@ nb::object attempt(const nb::tuple& plan, nb::handle given) {
   fanfold::PackedCall call = packed.with(threads, x_at, inputs, address(y.ptr()), n_out, tokens);
 
   PyObject* const besides = at(plan, kBesides);
-  nb::object others[fanfold::PackedCall::kMostBeside], ys[fanfold::PackedCall::kMostBeside], version;
+  constexpr int kMost = fanfold::PackedCall::kMostBeside;
+  nb::object others[kMost], ys[kMost], versions[kMost], version;
   if (PyList_Size(besides) != 0 && tokens <= kTogetherTokens) version = version_of(x);
-  for (Py_ssize_t i = 0; version.is_valid() && i < PyList_Size(besides) && i < fanfold::PackedCall::kMostBeside;) {
+  for (Py_ssize_t i = 0; version.is_valid() && i < PyList_Size(besides) && i < kMost;) {
     others[i] = nb::borrow(PyList_GetItem(besides, i));
     PyObject* const one = others[i].ptr();
-    if (PyList_Size(at(one, kItsLetters)) != 0) {  // nobody asked for the last: it was not given the same x
+    versions[i] = versions_of(at(one, kItsTensors));
+    // nobody asked for the last, as it was not given the same x; or nobody could tell whether it is still good
+    if (PyList_Size(at(one, kItsLetters)) != 0 || !versions[i].is_valid()) {
       clear(at(one, kItsLetters));
       if (PyList_SetSlice(besides, i, i + 1, nullptr) < 0) throw nb::python_error();
       continue;
@@ -247,7 +264,8 @@ nb::object attempt(const nb::tuple& plan, nb::handle given) {
   for (int i = 0; i < call.n_beside; ++i) {
     PyObject* const letters_of = at(others[i].ptr(), kItsLetters);
     clear(letters_of);
-    for (PyObject* const part : {x, place.ptr(), version.ptr(), ys[i].ptr()}) {
+    PyObject* const read = at(others[i].ptr(), kItsTensors);
+    for (PyObject* const part : {x, place.ptr(), version.ptr(), ys[i].ptr(), read, versions[i].ptr()}) {
       if (PyList_Append(letters_of, part) < 0) throw nb::python_error();
     }
   }
