@@ -213,9 +213,10 @@ nb::object attempt(const nb::tuple& plan, nb::handle given) {
   PyObject* const x = given.ptr();
   if ((PyObject*)Py_TYPE(x) != at(plan, kTensor)) return nb::none();
   if (get(x, names().is_cpu).ptr() != Py_True || !rows(x, at(plan, kDtype), at(plan, kInputs))) return nb::none();
+  if (!answers(at(plan, kSurroundings))) return nb::none();  // before the address: a functorch wrapper has none
   const int64_t inputs = number(at(plan, kInputs)), tokens = integer(call_method(x, names().numel)) / inputs;
   const uintptr_t x_at = address(x);
-  if ((x_at == 0 && tokens != 0) || !answers(at(plan, kSurroundings))) return nb::none();
+  if (x_at == 0 && tokens != 0) return nb::none();
   if (!holds(plan)) return nb::borrow(Py_False);
   if (!ours(at(plan, kLimit), tokens)) return nb::borrow(Py_True);
 
