@@ -22,7 +22,7 @@ from fanfold.memory import anatomy
 from fanfold.memory.index import build as job
 from memory_texts import texts, tokenizer
 
-KILLS = 14
+KILLS, OF_EACH = 14, 3  # in all; at least so many at a moment, and at a statement
 CREATE = job.Store.create
 
 
@@ -40,7 +40,7 @@ def main(out: Path, seed: int) -> None:
     work(out / "whole")
     whole = time.monotonic() - start
     rng, kills, rounds = random.Random(seed), {"time": 0, "statement": 0}, 0
-    while sum(kills.values()) < KILLS:
+    while sum(kills.values()) < KILLS or min(kills.values()) < OF_EACH:
         directory, ended = out / f"killed {rounds}", False
         rounds += 1
         while not ended:
@@ -52,9 +52,12 @@ def main(out: Path, seed: int) -> None:
                 _prepare(statement if how == "statement" else 0)
                 work(directory)
                 os._exit(0)
+            begin = time.monotonic()
             status = _wait(child, moment if how == "time" else 60.0)
             kills[how] += os.WIFSIGNALED(status)
             ended = os.WIFEXITED(status)
+            if ended and how == "time":  # the first run, which was timed, met a busier machine than this one
+                whole = min(whole, time.monotonic() - begin)
             assert not ended or os.WEXITSTATUS(status) == 0, "a child failed"
     print(rounds, *kills.values())
 
