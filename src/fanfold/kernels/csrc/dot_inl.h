@@ -1,37 +1,25 @@
 // Integer dot products of 4 bytes in each 32-bit lane, exact on every instruction set: codes are unsigned bytes,
 // activations signed ones. Included by packed_inl.h inside its namespace.
 
+// Without an instruction for it, two ways of pairs of 16-bit numbers: bytes widened to such, or codes below 16, whose
+// products with eight quadruples 16 bits hold.
+#if FANFOLD_W >= 8 && !defined(FANFOLD_VNNI)
+constexpr bool kByPairs = true;
+#else
+constexpr bool kByPairs = false;
+#endif
+constexpr int kMostPairs = 8;  // |15 * 127 * 2| * 8 < 2^15
+
 #if defined(FANFOLD_VNNI) && FANFOLD_W == 16
 INL vi dot4(vi sum, vi codes, vi x) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x); }
-INL vi dot4_small(vi sum, vi codes, vi x) { return dot4(sum, codes, x); }
 #elif defined(FANFOLD_VNNI) && FANFOLD_W == 8
 INL vi dot4(vi sum, vi codes, vi x) { return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x); }
-INL vi dot4_small(vi sum, vi codes, vi x) { return dot4(sum, codes, x); }
 #elif FANFOLD_W == 16
-// Even and odd bytes as 16-bit numbers: 255 * 127 * 2 would saturate a 16-bit sum, a 32-bit one holds it.
-INL vi dot4(vi sum, vi codes, vi x) {
-  const __m512i c = (__m512i)codes, v = (__m512i)x;
-  const __m512i even =
-      _mm512_madd_epi16(_mm512_and_si512(c, _mm512_set1_epi16(255)), _mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8));
-  const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(c, 8), _mm512_srai_epi16(v, 8));
-  return sum + ((vi)even + (vi)odd);
-}
-INL vi dot4_small(vi sum, vi codes, vi x) {  // codes up to 15: 15 * 127 * 2 fits 16 bits
-  const __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
-  return sum + (vi)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-}
+INL vi multiply_pairs(vi a, vi b) { return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+INL vi multiply_small(vi codes, vi x) { return (vi)_mm512_maddubs_epi16((__m512i)codes, (__m512i)x); }
 #elif FANFOLD_W == 8
-INL vi dot4(vi sum, vi codes, vi x) {
-  const __m256i c = (__m256i)codes, v = (__m256i)x;
-  const __m256i even =
-      _mm256_madd_epi16(_mm256_and_si256(c, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8));
-  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(c, 8), _mm256_srai_epi16(v, 8));
-  return sum + ((vi)even + (vi)odd);
-}
-INL vi dot4_small(vi sum, vi codes, vi x) {
-  const __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
-  return sum + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-}
+INL vi multiply_pairs(vi a, vi b) { return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+INL vi multiply_small(vi codes, vi x) { return (vi)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x); }
 #else
 INL vi dot4(vi sum, vi codes, vi x) {
 #pragma GCC unroll 4
@@ -41,7 +29,30 @@ INL vi dot4(vi sum, vi codes, vi x) {
   }
   return sum;
 }
-INL vi dot4_small(vi sum, vi codes, vi x) { return dot4(sum, codes, x); }
+#endif
+
+#if FANFOLD_W >= 8 && !defined(FANFOLD_VNNI)
+typedef int16_t vs __attribute__((vector_size(4 * W)));
+// A sum as it is now: GCC would make a tree of a chain of integer additions, and has no registers for its leaves.
+INL vi settled(vi sum) {
+#if FANFOLD_W == 16
+  asm("" : "+v"(sum));
+#else
+  asm("" : "+x"(sum));
+#endif
+  return sum;
+}
+INL vi add_pairs(vi sum, vi codes, vi x) { return settled(sum + multiply_pairs(codes, x)); }
+// A quadruple's products, as two sums of 16 bits, added to others.
+INL vi add_small(vi pairs, vi codes, vi x) { return settled((vi)((vs)pairs + (vs)multiply_small(codes, x))); }
+// The sum of both.
+INL vi joined(vi pairs) { return multiply_pairs(pairs, (vi)(vs{} + (int16_t)1)); }
+// even and odd: bytes 0 and 2, 1 and 3 of a quadruple.
+INL vi even_bytes(vi codes) { return codes & 0x00ff00ff; }
+INL vi odd_bytes(vi codes) {
+  typedef uint16_t vus __attribute__((vector_size(4 * W)));
+  return (vi)((vus)codes >> 8);
+}
 #endif
 
 INL vi load_i(const uint8_t* p) {

@@ -4,15 +4,17 @@
 enum Mode { kFloatMode, kInt8Mode, kDotMode, kRowMode };
 
 // Tokens in even groups of at most `most`, as many as a tile holds. The numbers of a group of T tokens lie together:
-// floats [k][T], bfloat16 pairs [k / 2][T][2], codes [k / 4][T][4], what belongs to an activation group [group][T].
-// In kRowMode they lie in rows [tokens][ld] instead, with rows of zeros up to a multiple of kTileTokens.
+// floats [k][T], bfloat16 pairs [k / 2][T][2], codes [k / 4][T][4] or, of 16 bits, [k / 4][2][T][2] (even and odd ones
+// of four), what belongs to an activation group [group][T]. In kRowMode they lie in rows [tokens][ld] instead, with
+// rows of zeros up to a multiple of kTileTokens.
 struct Inputs {
   Mode mode;
   ptrdiff_t tokens, most;
   ptrdiff_t ld, tables;  // inputs, activation groups of a token, padding included
   float* f;
-  uint16_t* b;  // bfloat16
-  int8_t* q;
+  uint16_t* b;           // bfloat16
+  int8_t* q;             // codes
+  ptrdiff_t code_bytes;  // 2 where they meet codes of 8 bits by pairs: see dot_inl.h
   float* scale;
   int32_t* start;        // - offset * sum of the codes: where an integer sum begins
   float* sum;            // scale * sum of the codes: what a minimum is multiplied with
@@ -66,7 +68,8 @@ INL size_t place_inputs(const Packed& m, ptrdiff_t tokens, Mode mode, bool pair,
   in->tables = div_up(m.k, m.activation_group);
   const size_t table = line_up((size_t)(tokens * in->tables) * 4);
   in->q = (int8_t*)(base + at);
-  at += line_up((size_t)(tokens * in->ld));
+  in->code_bytes = kByPairs && m.bits == 8 ? 2 : 1;
+  at += line_up((size_t)(tokens * in->ld * in->code_bytes));
   in->scale = (float*)(base + at);
   in->start = (int32_t*)(base + at + table);
   in->sum = (float*)(base + at + 2 * table);
@@ -87,9 +90,18 @@ INL vi rounded_product(vf a, float b) {
 #endif
 }
 
+typedef int8_t vc __attribute__((vector_size(W)));
+
+// W codes of 16 bits, the even ones of each four before the odd ones.
+template <int... I>
+INL vh evens_first(vi codes, std::integer_sequence<int, I...>) {
+  const vh narrow = __builtin_convertvector(codes, vh);
+  return __builtin_shufflevector(narrow, narrow, (I / 4 * 4 + I % 4 / 2 + I % 2 * 2)...);
+}
+
 // The codes of one group of a token: round(v / scale), scale = max |v| / 127. They may take the place of v. Returns
 // whether all of v are finite.
-INL bool quantize_group(const float* v, ptrdiff_t n, int8_t* q, float* scale, int32_t* total) {
+INL bool quantize_group(const float* v, ptrdiff_t n, int8_t* q, ptrdiff_t code_bytes, float* scale, int32_t* total) {
   vf top = splat(0.0f);
   vi odd = splat_i(0);  // lanes that are infinite or NaN
   for (ptrdiff_t i = 0; i < n; i += W) {
@@ -106,7 +118,7 @@ INL bool quantize_group(const float* v, ptrdiff_t n, int8_t* q, float* scale, in
   *scale = most / 127.0f;
   if (bad != 0) {
     *total = 0;
-    __builtin_memset(q, 0, (size_t)n);
+    __builtin_memset(q, 0, (size_t)(n * code_bytes));
     return false;
   }
   // 127 / most overflows for the smallest numbers: those are brought up first.
@@ -116,9 +128,13 @@ INL bool quantize_group(const float* v, ptrdiff_t n, int8_t* q, float* scale, in
   for (ptrdiff_t i = 0; i < n; i += W) {
     const vi code = rounded_product(load(v + i) * lift, inverse);
     sum += code;
-    typedef int8_t vc __attribute__((vector_size(W)));
-    const vc narrow = __builtin_convertvector(code, vc);
-    __builtin_memcpy(q + i, &narrow, sizeof narrow);
+    if (kByPairs && code_bytes == 2) {
+      const vh wide = evens_first(code, std::make_integer_sequence<int, W>{});
+      __builtin_memcpy(q + i * 2, &wide, sizeof wide);
+    } else {
+      const vc narrow = __builtin_convertvector(code, vc);
+      __builtin_memcpy(q + i, &narrow, sizeof narrow);
+    }
   }
   int32_t all = 0;
   for (int i = 0; i < W; ++i) all += sum[i];
@@ -134,7 +150,8 @@ INL bool quantize_row(const Packed& m, const Inputs& in, ptrdiff_t t0, ptrdiff_t
   ptrdiff_t at = t0 * in.tables + k0 / m.activation_group * T + t;
   for (ptrdiff_t k = 0; k < n; k += m.activation_group, at += T) {
     int32_t total;
-    finite &= quantize_group(v + k, m.activation_group, (int8_t*)v + k, in.scale + at, &total);
+    finite &=
+        quantize_group(v + k, m.activation_group, (int8_t*)v + k * in.code_bytes, in.code_bytes, in.scale + at, &total);
     in.start[at] = -m.offset * total;
     in.sum[at] = in.scale[at] * (float)total;
   }
@@ -189,7 +206,8 @@ INL bool put_group(const Packed& m, const Inputs& in, ptrdiff_t t0, ptrdiff_t T,
   if (in.mode == kFloatMode) interleave(rows, pitch, T, padded, in.f + t0 * in.ld + k0 * T);
   if (in.mode == kDotMode) interleave(rows, pitch, T, padded / 2, (float*)(in.b + t0 * in.ld + k0 * T));
   if (in.mode == kInt8Mode) {
-    interleave(rows, pitch, T, round_up(n, m.activation_group) / 4, (float*)(in.q + t0 * in.ld + k0 * T));
+    interleave(rows, pitch, T, round_up(n, m.activation_group) / 4 * in.code_bytes,
+               (float*)(in.q + (t0 * in.ld + k0 * T) * in.code_bytes));
   }
   return finite;
 }

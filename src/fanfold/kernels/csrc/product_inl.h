@@ -107,17 +107,20 @@ static void span_product(const Packed& m, const uint8_t* column, const uint8_t* 
     float* const to = c + t0 * ldc;
     if (ints) {
       const ptrdiff_t entry = t0 * in.tables + table * T;
-      tile.q = in.q + t0 * in.ld + k0 * T;
+      tile.q = in.q + (t0 * in.ld + k0 * T) * in.code_bytes;
       tile.scale = in.scale + entry;
       tile.start = in.start + entry;
       tile.sum = in.sum + entry;
       tile.c = to;
       tile.hint = hint;
       const Scaling scaling = m.group == 0 ? kByRow : m.minimum ? kByGroupWithMinimum : kByGroup;
+      constexpr int kMost = R == 2 ? kIntPairTokens : kIntOneTokens;
       if (nibbles && direct) {
-        int_tiles<R, true, R == 2 ? kIntPairTokens : kIntOneTokens>(T, tile, scaling);
+        int_tiles<R, kNibbles, kMost>(T, tile, scaling);
+      } else if (nibbles && kByPairs) {
+        if constexpr (kByPairs) int_tiles<R, kSmall, kMost>(T, tile, scaling);
       } else {
-        int_tiles<R, false, R == 2 ? kIntPairTokens : kIntOneTokens>(T, tile, scaling);
+        int_tiles<R, kBytes, kMost>(T, tile, scaling);
       }
       continue;
     }

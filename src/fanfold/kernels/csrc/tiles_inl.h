@@ -179,6 +179,9 @@ static void sparse_product(const Packed& m, const uint8_t* column, const Inputs&
 
 // ---- integer tiles ----
 
+// What the codes of a column are: a byte each; two to a byte, of 4 bits; a byte each, but below 16.
+enum Codes { kBytes, kNibbles, kSmall };
+
 // How a column's codes are scaled: once at the end (one scale a row), by groups, or by groups with a minimum.
 enum Scaling { kByRow, kByGroup, kByGroupWithMinimum };
 
@@ -187,7 +190,7 @@ struct IntTile {
   ptrdiff_t inputs;           // whole blocks, but for the matrix's last
   ptrdiff_t group, block;     // inputs
   ptrdiff_t header;           // bytes, of a whole block
-  const int8_t* q;
+  const int8_t* q;            // see Inputs
   const float* scale;
   const int32_t* start;
   const float* sum;
@@ -197,8 +200,8 @@ struct IntTile {
   Hint hint;
 };
 
-// c += or = as in float_tile. Nibbles: codes of 4 bits, two to a byte.
-template <int R, int T, bool Nibbles, Scaling S>
+// c += or = as in float_tile.
+template <int R, int T, Codes C, Scaling S>
 __attribute__((noinline)) static void int_tile(const IntTile& tile) {
   // copies: a store to c could change `tile` for all that the compiler knows
   const ptrdiff_t group = tile.group, ldc = tile.ldc;
@@ -247,55 +250,99 @@ __attribute__((noinline)) static void int_tile(const IntTile& tile) {
         }
       }
       const ptrdiff_t n = imin(group, inputs - i * group);
-      constexpr int kStep = Nibbles ? 8 : 4;
+      constexpr int kStep = C == kNibbles ? 8 : 4;
+      constexpr bool kSums16 = kByPairs && C != kBytes;  // first summed in 16 bits
+      vi pairs[kSums16 ? R : 1][kSums16 ? T : 1][kSums16 ? V : 1];
+      const auto add = [&](const vi(&codes)[R][V], const int8_t* x_at) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t) {
+          const vi x = splat4(x_at + t * 4);
+#pragma GCC unroll 2
+          for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) {
+#if FANFOLD_W >= 8 && !defined(FANFOLD_VNNI)
+              if constexpr (kSums16) {
+                pairs[r][t][v] = add_small(pairs[r][t][v], codes[r][v], x);
+              } else {
+                sum[r][t][v] = add_pairs(sum[r][t][v], codes[r][v], x);
+              }
+#else
+              sum[r][t][v] = dot4(sum[r][t][v], codes[r][v], x);
+#endif
+            }
+          }
+        }
+      };
       const auto step = [&]() __attribute__((always_inline)) {
-        vi low[R][V], high[R][V];
+        vi first[R][V], second[R][V];
 #pragma GCC unroll 2
         for (int r = 0; r < R; ++r) {
           __builtin_prefetch((const void*)(hint.at + (uintptr_t)(r * hint.pitch)), 0, 3);
 #pragma GCC unroll 4
           for (int v = 0; v < V; ++v) {
             const vi codes = load_i(w[r] + v * W * 4);
-            if constexpr (Nibbles) {
-              low[r][v] = codes & 0x0f0f0f0f;
-              high[r][v] = (vi)((vu)codes >> 4) & 0x0f0f0f0f;
+            if constexpr (C == kNibbles) {
+              first[r][v] = codes & 0x0f0f0f0f;
+              second[r][v] = (vi)((vu)codes >> 4) & 0x0f0f0f0f;
+#if FANFOLD_W >= 8 && !defined(FANFOLD_VNNI)
+            } else if constexpr (C == kBytes) {
+              first[r][v] = even_bytes(codes);
+              second[r][v] = odd_bytes(codes);
+#endif
             } else {
-              low[r][v] = codes;
+              first[r][v] = codes;
             }
           }
           w[r] += 64;
         }
         hint.at += (uintptr_t)hint.step;
-#pragma GCC unroll 16
-        for (int t = 0; t < T; ++t) {
-          const vi x = splat4(q + t * 4);
+        add(first, q);
+        q += 4 * T;
+        if constexpr (C == kNibbles || (kByPairs && C == kBytes)) {
+          add(second, q);
+          q += 4 * T;
+        }
+      };
+      const auto empty = [&]() __attribute__((always_inline)) {
+        if constexpr (kSums16) {
 #pragma GCC unroll 2
           for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) {
-              sum[r][t][v] = Nibbles ? dot4_small(sum[r][t][v], low[r][v], x) : dot4(sum[r][t][v], low[r][v], x);
-            }
-          }
-        }
-        if constexpr (Nibbles) {
 #pragma GCC unroll 16
-          for (int t = 0; t < T; ++t) {
-            const vi x = splat4(q + (T + t) * 4);
-#pragma GCC unroll 2
-            for (int r = 0; r < R; ++r) {
+            for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 4
-              for (int v = 0; v < V; ++v) sum[r][t][v] = dot4_small(sum[r][t][v], high[r][v], x);
+              for (int v = 0; v < V; ++v) pairs[r][t][v] = vi{};
             }
           }
         }
-        q += kStep * T;
+      };
+      const auto join = [&]() __attribute__((always_inline)) {
+#if FANFOLD_W >= 8 && !defined(FANFOLD_VNNI)
+        if constexpr (kSums16) {
+#pragma GCC unroll 2
+          for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+            for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 4
+              for (int v = 0; v < V; ++v) sum[r][t][v] += joined(pairs[r][t][v]);
+            }
+          }
+        }
+#endif
       };
       ptrdiff_t k = 0;
+      static_assert(32 / 4 <= kMostPairs, "as many as 16 bits hold");
       for (; k + 32 <= n; k += 32) {  // few iterations: their end is foreseen
+        empty();
 #pragma GCC unroll 8
         for (int i = 0; i < 32; i += kStep) step();
+        join();
       }
-      for (; k < n; k += kStep) step();
+      if (k < n) {
+        empty();
+        for (; k < n; k += kStep) step();
+        join();
+      }
       const auto scaled = [&](auto first) __attribute__((always_inline)) {
 #pragma GCC unroll 2
         for (int r = 0; r < R; ++r) {
@@ -347,17 +394,17 @@ __attribute__((noinline)) static void int_tile(const IntTile& tile) {
   }
 }
 
-template <int R, bool Nibbles, Scaling S, int Most>
+template <int R, Codes C, Scaling S, int Most>
 static void int_tiles(ptrdiff_t tokens, const IntTile& tile) {
   if constexpr (Most > 1) {
-    if (tokens < Most) return int_tiles<R, Nibbles, S, Most - 1>(tokens, tile);
+    if (tokens < Most) return int_tiles<R, C, S, Most - 1>(tokens, tile);
   }
-  int_tile<R, Most, Nibbles, S>(tile);
+  int_tile<R, Most, C, S>(tile);
 }
 
-template <int R, bool Nibbles, int Most>
+template <int R, Codes C, int Most>
 static void int_tiles(ptrdiff_t tokens, const IntTile& tile, Scaling s) {
-  if (s == kByGroupWithMinimum) return int_tiles<R, Nibbles, kByGroupWithMinimum, Most>(tokens, tile);
-  if (s == kByGroup) return int_tiles<R, Nibbles, kByGroup, Most>(tokens, tile);
-  if constexpr (!Nibbles) int_tiles<R, Nibbles, kByRow, Most>(tokens, tile);
+  if (s == kByGroupWithMinimum) return int_tiles<R, C, kByGroupWithMinimum, Most>(tokens, tile);
+  if (s == kByGroup) return int_tiles<R, C, kByGroup, Most>(tokens, tile);
+  if constexpr (C == kBytes) int_tiles<R, C, kByRow, Most>(tokens, tile);
 }
