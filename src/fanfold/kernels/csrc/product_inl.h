@@ -1,8 +1,8 @@
 // The products of several columns with all tokens. Included by packed_inl.h.
 
-constexpr ptrdiff_t kSpan = 512;  // most inputs of a step over all tokens: its weights stay in L1, the tokens' in L2
-constexpr ptrdiff_t kChain = W == 16 ? 128 : 64;  // inputs of one float32 sum
-constexpr ptrdiff_t kMostColumns = 32;            // of one call, gate's and up's together
+constexpr ptrdiff_t kSpan = 512;   // most inputs of a step over all tokens: its weights stay in L1, the tokens' in L2
+constexpr ptrdiff_t kChain = 128;  // inputs of one float32 sum
+constexpr ptrdiff_t kMostColumns = 32;  // of one call, gate's and up's together
 
 // Room for two columns' span in float32, or unpacked with its headers.
 constexpr size_t kScratchBytes = 2 * (kSpan + 256) * kLanes * sizeof(float);
@@ -169,7 +169,7 @@ static void finish_task(const Task& task, const Inputs& in, ptrdiff_t width) {
 INL ptrdiff_t span_of(const Packed& m, const Inputs& in) {
   if (in.mode == kInt8Mode && in.groups() == 1) return round_up(m.k, m.block);
   if (in.mode == kRowMode) return 512 / m.block * m.block;  // as bfloat16 it fits the scratch
-  const ptrdiff_t most = in.mode == kInt8Mode ? kSpan : m.bits == 32 && in.groups() > 1 ? 128 : 256;
+  const ptrdiff_t most = in.mode == kInt8Mode ? kSpan : W == 16 && m.bits == 32 && in.groups() > 1 ? 128 : 256;
   return imax(most / m.block, 1) * m.block;
 }
 
