@@ -7,12 +7,13 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fanfold as ff
 from fanfold import Spec, Weights, numerics, reference
 from fanfold.count import ffn as counted
-from fanfold.kernels import blocks, dispatch, slopes, train
+from fanfold.kernels import blocks, dispatch, slopes, train, widening
 from fanfold.kernels import torch as torch_ops
 from fanfold.show.peak import Peak
 
@@ -37,9 +38,17 @@ SPECS = [
 def small_blocks(monkeypatch):
     """Several blocks, the last one not whole, and several tiles in each, without many tokens."""
     cut = {"all": (32, 32, 2), "preact": (24, 16, 3), "input": (16, 16, 1), "tiles": (3, 5, 6)}
-    monkeypatch.setattr(train, "BLOCKS", {save: blocks.Block(*sizes) for save, sizes in cut.items()})
+    for name in ("BLOCKS", "WIDENED"):
+        monkeypatch.setattr(train, name, {save: blocks.Block(*sizes) for save, sizes in cut.items()})
     monkeypatch.setattr(blocks, "_ALIGNED", 1)
     monkeypatch.setattr(slopes, "TILE", 300)
+
+
+@pytest.fixture(params=[False, True], ids=["as_they_are", "widened"])
+def widened(request, monkeypatch):
+    """Products of 16 bits as they are, and in float32, whichever this machine would choose."""
+    monkeypatch.setattr(widening, "_slow", lambda dtype: request.param)
+    return request.param
 
 
 def make(spec: Spec, dtype=torch.float32, seed: int = 0, trained=counted.TRAINED) -> Weights:
@@ -89,10 +98,10 @@ def close(a, b, times: float = 32) -> bool:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.describe())
-def test_gradients_against_float64(spec):
-    """y, x's gradient (every row of it) and each weight's, in both dtypes, by the one rule."""
+def test_gradients_against_float64(spec, widened):
+    """y, x's gradient (every row of it) and each weight's, in every dtype, by the one rule."""
     scale = 3.0 if spec.gate_limit or spec.up_limit else 1.0  # beyond the clamps
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.bfloat16, torch.float16) if widened else (torch.float32, torch.bfloat16):
         w = make(spec, dtype)
         x, grad_y = rows(spec, dtype=dtype, scale=scale)
         truth = {"y": reference.forward(x, w), **reference.backward(x, w, grad_y)}
@@ -129,7 +138,7 @@ def test_wrong_gradients_fail(spec, save):
         assert not results["up"].ok
 
 
-def test_sums_in_16_bits_stay_exact_over_many_blocks():
+def test_sums_in_16_bits_stay_exact_over_many_blocks(widened):
     """400 blocks: a sum that went on in bfloat16 would lose its last additions."""
     spec = Spec.parse("swiglu", d_model=8, d_ff=12, **FULL)
     w = make(spec, torch.bfloat16)
@@ -449,9 +458,74 @@ def test_tiles_see_every_token():
         assert np.allclose(own_up, m.detach(), rtol=1e-12, atol=1e-12)
 
 
+class Products(TorchDispatchMode):
+    """The dtypes of what is multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.count += 1
+            self.dtypes |= {a.dtype for a in args if isinstance(a, torch.Tensor)}
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_products_are_in_the_dtype_that_is_fast(save, widened):
+    """All of them, forward and backward; what is kept and what comes out are in the dtype of x."""
+    spec = Spec.parse("swiglu_oai", d_model=12, d_ff=20, gate_bias=True, **FULL)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        w = make(spec, dtype)
+        x, grad_y = rows(spec, 40, dtype)
+        with Products() as found:
+            results = step(lean(save), x, w, grad_y)
+        half = dtype in (torch.bfloat16, torch.float16)
+        assert found.dtypes == {torch.float32 if half and widened else dtype}
+        assert found.count >= 9
+        assert {r.dtype for r in results.values()} == {dtype}
+
+
+def test_what_is_fast_is_measured(monkeypatch):
+    """A product of 16 bits is widened where float32's take well less time, of the least times of both."""
+    took: dict[torch.dtype, list[float]] = {}
+    asked: list[torch.dtype] = []
+
+    def seconds(left, right):
+        assert left.dtype == right.dtype
+        asked.append(left.dtype)
+        times = took[left.dtype]
+        return times.pop(0) if len(times) > 1 else times[0]
+
+    monkeypatch.setattr(widening, "_seconds", seconds)
+    for half, full, expected in (
+        ([1.0], [1.0], False),
+        ([1.2], [1.0], False),
+        ([1.5], [1.0], True),
+        ([300.0], [1.0], True),
+        ([9.0, 9.0, 1.0], [1.0], False),  # the first calls were disturbed
+        ([1.5], [9.0, 9.0, 1.0], True),
+        ([0.25], [1.0], False),
+    ):
+        took.update({torch.bfloat16: list(half), torch.float32: list(full)})
+        assert widening._slow.__wrapped__(torch.bfloat16) is expected, (half, full)
+    asked.clear()
+    took.update({torch.bfloat16: [300.0], torch.float32: [1.0]})
+    widening._slow.__wrapped__(torch.bfloat16)
+    assert len(asked) == 6  # what is clear is not measured for long
+    cpu, elsewhere = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(widening, "_slow", lambda dtype: True)
+    assert widening.dtype_of_products(torch.bfloat16, cpu) is torch.float32
+    assert widening.dtype_of_products(torch.bfloat16, elsewhere) is torch.bfloat16
+    assert widening.dtype_of_products(torch.float64, cpu) is torch.float64
+
+
 def test_the_parts_of_real_use_keep_to_the_rule_in_16_bits(monkeypatch):
     """Six parts of gate's and up's: x's gradient is rounded twelve times, PyTorch's three."""
     monkeypatch.undo()
+    monkeypatch.setattr(widening, "_slow", lambda dtype: False)
     spec = Spec.parse("swiglu", d_model=48, d_ff=1024)
     assert train.BLOCKS["tiles"].width(spec.d_ff) == 192
     w = make(spec, torch.bfloat16)

@@ -29,7 +29,8 @@ ROUNDING = 32 * numerics.UNIT_ROUNDOFF["float32"]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     cut = {"all": (16, 16, 2), "preact": (16, 8, 1), "input": (8, 16, 3), "tiles": (3, 3, 2)}
-    monkeypatch.setattr(train, "BLOCKS", {save: blocks.Block(*sizes) for save, sizes in cut.items()})
+    for name in ("BLOCKS", "WIDENED"):
+        monkeypatch.setattr(train, name, {save: blocks.Block(*sizes) for save, sizes in cut.items()})
     monkeypatch.setattr(blocks, "_ALIGNED", 1)
 
 

@@ -52,7 +52,8 @@ def tune(model: nn.Module, steps: int = 8, autocast: bool = False) -> list[float
 @pytest.mark.parametrize("save", counted.SAVES)
 def test_a_fine_tune_gives_the_loss_curve_of_the_model_as_it_was(llama, save, monkeypatch):
     cut = {"all": (32, 32, 1), "preact": (32, 16, 2), "input": (16, 32, 3), "tiles": (8, 8, 2)}
-    monkeypatch.setattr(train, "BLOCKS", {save: blocks.Block(*sizes) for save, sizes in cut.items()})
+    for name in ("BLOCKS", "WIDENED"):
+        monkeypatch.setattr(train, name, {save: blocks.Block(*sizes) for save, sizes in cut.items()})
     monkeypatch.setattr(blocks, "_ALIGNED", 1)
     plain, ours = copy.deepcopy(llama), copy.deepcopy(llama)
     parameters = dict(ours.named_parameters())
