@@ -48,9 +48,9 @@ def arithmetic(format: str) -> str:
 def measure() -> Roof:
     """Measure now. The larger of this and earlier measurements counts: other programs only ever take away.
 
-    fp32 and reading by `count.probe`; bf16 and int8 by the C++ core's own probe where it has one, else from fp32. Without
-    an instruction for dot products of bytes (AVX2) int8's is the rate for codes of 4 bits, whose products can be summed
-    in 16 bits: codes of 8 bits take twice the instructions and reach half of it at most.
+    fp32 and reading by `count.probe`; bf16 and int8 by the C++ core's own probe where it has one, else from fp32.
+    Without an instruction for dot products of bytes (AVX2) int8's is the rate for codes of 4 bits, whose products can
+    be summed in 16 bits: codes of 8 bits take twice the instructions and reach half of it at most.
     """
     found = probe.probe(again=True)
     own = _own_peaks(found.threads)

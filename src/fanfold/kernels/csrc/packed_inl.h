@@ -1,10 +1,11 @@
 // FFNs on packed matrices, for one instruction set: included by packed_isa.h inside its namespace. What the tokens
 // bring is prepared once (Inputs); the coefficients of a few hundred channels never leave the caches.
 
-constexpr int V = (int)kLanes / W;             // vectors of a column
-constexpr int kPairTokens = W == 16 ? 14 : 0;  // most tokens of a float tile of two columns; 0: no such tiles
+constexpr int V = (int)kLanes / W;  // vectors of a column
+// Most tokens of a float tile of two columns; 0: no such tiles. Where these are few, more tokens take one column.
+constexpr int kPairTokens = W == 16 ? 14 : W == 8 ? 2 : 0;
 constexpr int kOneTokens = W == 16 ? 14 : W == 8 ? 6 : 3;  // … of one column
-constexpr int kIntPairTokens = W == 16 ? 12 : 0;
+constexpr int kIntPairTokens = W == 16 ? 12 : W == 8 ? 2 : 0;
 constexpr int kIntOneTokens = W == 16 ? 12 : W == 8 ? 4 : 2;
 constexpr ptrdiff_t kBlockTokens = 128;    // of one pass over the weights
 constexpr ptrdiff_t kTileTokens = 32;      // two tiles of the matrix unit
@@ -63,7 +64,8 @@ static Plan plan(const PackedCall& c, uintptr_t base) {
   // the matrix unit is so quick that reading the weights is what counts
   const ptrdiff_t most_tokens = first_mode == kRowMode ? 2 * kBlockTokens : kBlockTokens;
   p.block = div_up(c.tokens, div_up(c.tokens, most_tokens));
-  p.pair = kPairTokens > 0;  // even for one token: two columns are two streams of memory
+  // even for one token: two columns are two streams of memory
+  p.pair = W == 16 || c.tokens <= kPairTokens;
   size_t at = place_inputs(first_matrix(c), p.block, first_mode, p.pair, base, 0, &p.x);
   static_assert(kMostColumns * kLanes >= 2 * 256, "gate's and up's columns of the largest activation group");
   if (c.up.columns != nullptr) {
