@@ -338,10 +338,14 @@ __attribute__((noinline)) static void int_tile(const IntTile& tile) {
         for (int i = 0; i < 32; i += kStep) step();
         join();
       }
-      if (k < n) {
-        empty();
+      if constexpr (kSums16) {
+        if (k < n) {
+          empty();
+          for (; k < n; k += kStep) step();
+          join();
+        }
+      } else {
         for (; k < n; k += kStep) step();
-        join();
       }
       const auto scaled = [&](auto first) __attribute__((always_inline)) {
 #pragma GCC unroll 2
