@@ -1,8 +1,8 @@
 // The products of several columns with all tokens. Included by packed_inl.h.
 
-constexpr ptrdiff_t kSpan = 512;   // most inputs of a step over all tokens: its weights stay in L1, the tokens' in L2
-constexpr ptrdiff_t kChain = 128;  // inputs of one float32 sum
-constexpr ptrdiff_t kMostColumns = 32;  // of one call, gate's and up's together
+constexpr ptrdiff_t kSpan = 512;  // most inputs of a step over all tokens: its weights stay in L1, the tokens' in L2
+constexpr ptrdiff_t kChain = W == 16 ? 128 : 64;  // inputs of one float32 sum
+constexpr ptrdiff_t kMostColumns = 32;            // of one call, gate's and up's together
 
 // Room for two columns' span in float32, or unpacked with its headers.
 constexpr size_t kScratchBytes = 2 * (kSpan + 256) * kLanes * sizeof(float);
