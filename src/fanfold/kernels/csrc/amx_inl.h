@@ -1,4 +1,4 @@
-// The matrix unit (AMX): bfloat16 tiles of 16 rows of 32 inputs. Included by packed_inl.h.
+// The matrix unit (AMX): tiles of 16 rows of 32 bfloat16 inputs or 64 codes. Included by packed_inl.h.
 
 #ifndef FANFOLD_AMX
 struct TileUnit {
@@ -7,6 +7,7 @@ struct TileUnit {
 INL void zero_rows(const Inputs&, ptrdiff_t) {}
 #else
 constexpr ptrdiff_t kTileInputs = 32;
+constexpr ptrdiff_t kTileCodes = 64;
 
 // Sets the unit up for a thread's part of a call: eight tiles of 16 rows of 64 bytes.
 class TileUnit {
@@ -32,8 +33,12 @@ class TileUnit {
   bool used_;
 };
 
-// What tiles read but no token writes: inputs behind the last of `k`, rows behind the last token.
+// What tiles read but no token writes: inputs behind the last of `k`, rows behind the last token. Of rows of codes it
+// is enough that their scales are numbers.
 INL void zero_rows(const Inputs& in, ptrdiff_t k) {
+  for (ptrdiff_t g = 0; g < in.tables && in.mode == kCodeRowMode; ++g) {
+    for (ptrdiff_t t = in.tokens; t < in.pitch; ++t) in.scale[g * in.pitch + t] = 0.0f;
+  }
   if (in.mode != kRowMode) return;
   const ptrdiff_t behind = round_up(k, 16), rows = round_up(in.tokens, kTileTokens);
   for (ptrdiff_t t = 0; t < rows; ++t) {
@@ -84,6 +89,69 @@ INL void row_tile(const uint8_t* const (&columns)[2], ptrdiff_t n, const uint16_
   if constexpr (Two) _tile_stored(2, c + 16 * ldc, c_pitch);
   if constexpr (R == 2) _tile_stored(1, c + kLanes, c_pitch);
   if constexpr (R == 2 && Two) _tile_stored(3, c + 16 * ldc + kLanes, c_pitch);
+}
+
+// Integer sums of up to four tiles that wait to be scaled and added to c, so that the matrix unit goes on meanwhile: of
+// 16 tokens and a column each, the columns of the first 16 tokens before those of the next.
+struct Waiting {
+  const uint8_t* sums = nullptr;  // [tiles][16][16] int32
+  int tiles = 0, done = 0;
+  const float* scale = nullptr;  // [tokens]
+  const int32_t* start = nullptr;
+  float* c = nullptr;
+};
+
+// The next of its R columns' tiles.
+template <int R>
+INL void settle(Waiting* w, ptrdiff_t ldc) {
+  const int first = w->done / R * 16, r = w->done % R;
+  const uint8_t* const sums = w->sums + w->done * 1024;
+  float* const c = w->c + first * ldc + r * kLanes;
+#pragma GCC unroll 16
+  for (int t = 0; t < 16; ++t) {
+    const vf value = __builtin_convertvector(load_i(sums + t * 64) + w->start[first + t], vf);
+    store(c + t * ldc, load(c + t * ldc) + value * w->scale[first + t]);
+  }
+  ++w->done;
+}
+
+// An activation group of R columns: whole tiles of codes.
+struct CodeGroup {
+  const uint8_t* columns[2];
+  ptrdiff_t k, steps, table;
+};
+
+// One group's sums with up to kTileTokens tokens; meanwhile `waiting` is settled, then these sums wait, in `room`.
+template <int R, bool Two>
+INL void code_tile(const CodeGroup& group, const int8_t* x, ptrdiff_t ld, ptrdiff_t ldc, uint8_t* room,
+                   Waiting* waiting, RowHint* hint) {
+  _tile_zero(0);
+  if constexpr (R == 2) _tile_zero(1);
+  if constexpr (Two) _tile_zero(2);
+  if constexpr (R == 2 && Two) _tile_zero(3);
+  const int8_t* at = x + group.k;
+  const uint8_t *first = group.columns[0], *second = group.columns[R - 1];
+  for (ptrdiff_t i = 0; i < group.steps; ++i, at += kTileCodes, first += 1024, second += 1024) {
+    _tile_loadd(4, at, (size_t)ld);
+    _tile_loadd(6, first, 64);
+    _tile_dpbsud(0, 4, 6);
+    if constexpr (Two) {
+      _tile_loadd(5, at + 16 * ld, (size_t)ld);
+      _tile_dpbsud(2, 5, 6);
+    }
+    if constexpr (R == 2) {
+      _tile_loadd(7, second, 64);
+      _tile_dpbsud(1, 4, 7);
+    }
+    if constexpr (R == 2 && Two) _tile_dpbsud(3, 5, 7);
+    hint->ask();
+    if (waiting->done < waiting->tiles) settle<R>(waiting, ldc);
+  }
+  while (waiting->done < waiting->tiles) settle<R>(waiting, ldc);
+  _tile_stored(0, room, 64);
+  if constexpr (R == 2) _tile_stored(1, room + 1024, 64);
+  if constexpr (Two) _tile_stored(2, room + R * 1024, 64);
+  if constexpr (R == 2 && Two) _tile_stored(3, room + 3 * 1024, 64);
 }
 
 // Two float32 vectors, of an even input and the next, as bfloat16 pairs: to nearest, ties to even.

@@ -7,6 +7,7 @@ constexpr ptrdiff_t kFewChunk = 480;          // most outputs of one task
 constexpr ptrdiff_t kRowBlock = 24;           // a multiple of every dot_rows_for
 constexpr ptrdiff_t kAheadRows = 8;           // how far memory is asked for in advance
 constexpr ptrdiff_t kInputBytes = 24 * 1024;  // of all tokens' inputs in use at once: they stay in L1
+constexpr ptrdiff_t kDotInputs = 64 * W;      // of one chain of additions in a register
 
 // Rows at once: as many accumulators as the registers hold beside one input and one weight of each row.
 constexpr int dot_rows_for(int tokens) {
@@ -42,42 +43,45 @@ INL void dot_step(vf (&acc)[R][T], const WT* const (&rows)[R], ptrdiff_t k, cons
   }
 }
 
-// sums[r * T + t] (+)= the products of inputs [k0, k1) of rows[r] and x[t], a vector of partial sums each.
+// sums[r * T + t] (+)= the products of inputs [k0, k1) of rows[r] and x[t], a vector of partial sums each. Rounding grows
+// with a chain's length, so that chains are short and their sums added.
 template <int R, int T, class WT>
 INL void dot_block(const WT* const (&rows)[R], ptrdiff_t ahead, const float* x, ptrdiff_t ldx, ptrdiff_t k0,
                    ptrdiff_t k1, float* sums) {
-  vf acc[R][T];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) acc[r][t] = k0 == 0 ? vf{} : load(sums + (r * T + t) * W);
-  }
   const ptrdiff_t whole = k1 - k1 % (2 * W);
-  for (ptrdiff_t k = k0; k < whole; k += 2 * W) {
-    if (ahead != 0) {
+  ptrdiff_t k = k0;
+  do {
+    vf acc[R][T] = {};
+    const bool first = k == 0;
+    for (const ptrdiff_t end = imin(whole, k + kDotInputs); k < end; k += 2 * W) {
+      if (ahead != 0) {
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {  // the hardware's prefetchers start anew with each row; a hint may point anywhere
-        const uintptr_t next = (uintptr_t)(rows[r] + k) + (uintptr_t)ahead;
-        __builtin_prefetch((const void*)next, 0, 2);
-        if (sizeof(WT) * 2 * W > 64) __builtin_prefetch((const void*)(next + 64), 0, 2);
+        for (int r = 0; r < R; ++r) {  // the hardware's prefetchers start anew with each row; a hint may point anywhere
+          const uintptr_t next = (uintptr_t)(rows[r] + k) + (uintptr_t)ahead;
+          __builtin_prefetch((const void*)next, 0, 2);
+          if (sizeof(WT) * 2 * W > 64) __builtin_prefetch((const void*)(next + 64), 0, 2);
+        }
+      }
+      dot_step<R, T>(acc, rows, k, x + k, ldx);
+    }
+    if (k == whole && whole < k1) {  // copies, because reading on past the last row's end could fault
+      WT tail[R][2 * W] = {};
+      const WT* tails[R];
+      for (int r = 0; r < R; ++r) {
+        for (ptrdiff_t i = whole; i < k1; ++i) tail[r][i - whole] = rows[r][i];
+        tails[r] = tail[r];
+      }
+      dot_step<R, T>(acc, tails, 0, x + whole, ldx);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) {
+        float* const to = sums + (r * T + t) * W;
+        store(to, first ? acc[r][t] : load(to) + acc[r][t]);
       }
     }
-    dot_step<R, T>(acc, rows, k, x + k, ldx);
-  }
-  if (whole < k1) {  // copies, because reading on past the last row's end could fault
-    WT tail[R][2 * W] = {};
-    const WT* tails[R];
-    for (int r = 0; r < R; ++r) {
-      for (ptrdiff_t k = whole; k < k1; ++k) tail[r][k - whole] = rows[r][k];
-      tails[r] = tail[r];
-    }
-    dot_step<R, T>(acc, tails, 0, x + whole, ldx);
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) store(sums + (r * T + t) * W, acc[r][t]);
-  }
+  } while (k < whole);
 }
 
 // n rows x T tokens; sums  [n rounded up to R][T][W].
@@ -152,16 +156,20 @@ static void dot(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, const float* x, ptrd
 }
 
 // A transposed matrix: kAxpyRows rows of its memory at a time, running sums in a buffer that stays in L1. The rows of a
-// step are summed first: a chain of all K additions would lose accuracy.
+// step are summed first, and the steps of a block: a chain of all K additions would lose accuracy.
 constexpr ptrdiff_t kAxpyRows = 8;
+constexpr ptrdiff_t kAxpyBlock = 64 * kAxpyRows;
 
+// part  as large as out
 template <class WT>
 static void axpy(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, const float* x, ptrdiff_t ldx, ptrdiff_t K,
-                 ptrdiff_t tokens, float* out, ptrdiff_t ldo) {
+                 ptrdiff_t tokens, float* out, ptrdiff_t ldo, float* part) {
   const uintptr_t ahead = (uintptr_t)(kAxpyRows * m.stride) * sizeof(WT);
   for (ptrdiff_t k = 0; k < K; k += kAxpyRows) {
     const ptrdiff_t rows = imin(kAxpyRows, K - k);
     const WT* const w = (const WT*)m.data + k * m.stride + n0;
+    float* const block = k < kAxpyBlock ? out : part;
+    const bool fresh = k % kAxpyBlock == 0;
     for (ptrdiff_t i = 0; i < n; i += W) {
       vf v[kAxpyRows];
       for (ptrdiff_t j = 0; j < kAxpyRows; ++j) {
@@ -171,11 +179,14 @@ static void axpy(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, const float* x, ptr
       }
       for (ptrdiff_t t = 0; t < tokens; ++t) {  // ldx is a multiple of kAxpyRows, with zeros behind K
         const float* const in = x + t * ldx + k;
-        float* const to = out + t * ldo + i;
         vf sum = v[0] * in[0];
         for (ptrdiff_t j = 1; j < kAxpyRows; ++j) sum += v[j] * in[j];
-        store(to, k == 0 ? sum : load(to) + sum);
+        float* const to = block + t * ldo + i;
+        store(to, fresh ? sum : load(to) + sum);
       }
+    }
+    if (block == part && ((k + kAxpyRows) % kAxpyBlock == 0 || k + kAxpyRows >= K)) {
+      for (ptrdiff_t i = 0; i < tokens * ldo; i += W) store(out + i, load(out + i) + load(part + i));
     }
   }
 }
@@ -183,8 +194,8 @@ static void axpy(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, const float* x, ptr
 // out[t * ldo + i] = dot(row n0 + i of m, x[t]) for i < n, t < tokens <= kFewTokens.
 template <class WT>
 static void few_product(const Matrix& m, ptrdiff_t n0, ptrdiff_t n, const float* x, ptrdiff_t ldx, ptrdiff_t K,
-                        ptrdiff_t tokens, float* out, ptrdiff_t ldo) {
-  if (m.transposed) return axpy<WT>(m, n0, n, x, ldx, K, tokens, out, ldo);
+                        ptrdiff_t tokens, float* out, ptrdiff_t ldo, float* part) {
+  if (m.transposed) return axpy<WT>(m, n0, n, x, ldx, K, tokens, out, ldo, part);
   dot<WT>(m, n0, n, x, ldx, K, tokens, out, ldo);
 }
 
@@ -210,7 +221,7 @@ static FewPlan few_plan(const Call& c) {
   p.down_chunk = few_chunk(c.down, c.d_out, c.threads);
   p.ldo = round_up(imax(p.up_chunk, p.down_chunk), W);
   p.shared = (size_t)(c.tokens * (p.ldx + p.ldm));
-  p.each = (size_t)(2 * c.tokens * p.ldo);
+  p.each = (size_t)(3 * c.tokens * p.ldo);
   return p;
 }
 
@@ -243,8 +254,9 @@ static void few_up(const Call& c, const FewPlan& p, const float* x, float* m, fl
   const bool gated = c.gate.data != nullptr;
   float* const up = own;
   float* const gate = own + c.tokens * p.ldo;
-  if (gated) few_product<WT>(c.gate, f0, n, x, p.ldx, c.d_model, c.tokens, gate, ldo);
-  few_product<WT>(c.up, f0, n, x, p.ldx, c.d_model, c.tokens, up, ldo);
+  float* const part = gate + c.tokens * p.ldo;
+  if (gated) few_product<WT>(c.gate, f0, n, x, p.ldx, c.d_model, c.tokens, gate, ldo, part);
+  few_product<WT>(c.up, f0, n, x, p.ldx, c.d_model, c.tokens, up, ldo, part);
   for (ptrdiff_t t = 0; t < c.tokens; ++t) {
     for (ptrdiff_t i = 0; i < ldo; ++i) {
       const bool real = i < n;  // the rest is never written by dot: give the vectors below something finite
@@ -264,7 +276,7 @@ static void few_up(const Call& c, const FewPlan& p, const float* x, float* m, fl
 template <class WT>
 static void few_down(const Call& c, const FewPlan& p, const float* m, float* own, ptrdiff_t d0) {
   const ptrdiff_t n = imin(p.down_chunk, c.d_out - d0), ldo = round_up(n, W);
-  few_product<WT>(c.down, d0, n, m, p.ldm, c.d_ff, c.tokens, own, ldo);
+  few_product<WT>(c.down, d0, n, m, p.ldm, c.d_ff, c.tokens, own, ldo, own + 2 * c.tokens * p.ldo);
   for (ptrdiff_t t = 0; t < c.tokens; ++t) {
     for (ptrdiff_t i = 0; i < n; ++i) {
       const float v = own[t * ldo + i] + bias_at(c.down.bias, c.w_dtype, d0 + i);

@@ -1,16 +1,20 @@
 // What the tokens bring to a matrix, laid out as the tiles read it. Included by packed_inl.h.
 
-// kDotMode: bfloat16 pairs for the CPU's two-element dot products; kRowMode: bfloat16 rows for its matrix unit.
-enum Mode { kFloatMode, kInt8Mode, kDotMode, kRowMode };
+// kDotMode: bfloat16 pairs for the CPU's two-element dot products; kRowMode: bfloat16 rows for its matrix unit;
+// kCodeRowMode: rows of codes for it.
+enum Mode { kFloatMode, kInt8Mode, kDotMode, kRowMode, kCodeRowMode };
+INL bool is_quantized(Mode mode) { return mode == kInt8Mode || mode == kCodeRowMode; }
+INL bool is_by_rows(Mode mode) { return mode == kRowMode || mode == kCodeRowMode; }
 
 // Tokens in even groups of at most `most`, as many as a tile holds. The numbers of a group of T tokens lie together:
 // floats [k][T], bfloat16 pairs [k / 2][T][2], codes [k / 4][T][4] or, of 16 bits, [k / 4][2][T][2] (even and odd ones
-// of four), what belongs to an activation group [group][T]. In kRowMode they lie in rows [tokens][ld] instead, with
-// rows of zeros up to a multiple of kTileTokens.
+// of four), what belongs to an activation group [group][T]. For the matrix unit they lie in rows [tokens][ld] instead,
+// up to a multiple of kTileTokens, and what belongs to an activation group [group][pitch].
 struct Inputs {
   Mode mode;
   ptrdiff_t tokens, most;
   ptrdiff_t ld, tables;  // inputs, activation groups of a token, padding included
+  ptrdiff_t pitch;       // tokens, in kCodeRowMode
   float* f;
   uint16_t* b;           // bfloat16
   int8_t* q;             // codes
@@ -23,12 +27,18 @@ struct Inputs {
 
   ptrdiff_t groups() const { return (tokens + most - 1) / most; }
   ptrdiff_t begin(ptrdiff_t g, ptrdiff_t of) const { return tokens * g / of; }  // of: groups()
+  // Where an activation group's entries of T tokens from t0 on begin, and how far the next group's are.
+  ptrdiff_t entries(ptrdiff_t table, ptrdiff_t t0, ptrdiff_t T) const {
+    return mode == kCodeRowMode ? table * pitch + t0 : t0 * tables + table * T;
+  }
+  ptrdiff_t next_entries(ptrdiff_t T) const { return mode == kCodeRowMode ? pitch : T; }
 };
 
 // bfloat16 products only where x is bfloat16 itself, or would be rounded to 8 bits.
 INL Mode mode_of(const Packed& m, bool narrow_x, ptrdiff_t tokens) {
 #if defined(FANFOLD_AMX)
   if (m.format == kBf16 && narrow_x && tokens >= kTilesFrom) return kRowMode;
+  if (m.format == kInt8 && m.int8_activations && tokens >= kTilesFrom) return kCodeRowMode;
   if (m.is_integer() && (m.int8_activations || narrow_x) && tokens >= kTilesFromCodes) return kRowMode;
 #elif defined(FANFOLD_BF16)
   if (m.format == kBf16 && narrow_x) return kDotMode;
@@ -63,9 +73,13 @@ INL size_t place_inputs(const Packed& m, ptrdiff_t tokens, Mode mode, bool pair,
     in->b = (uint16_t*)(base + at);
     return at + line_up((size_t)(round_up(tokens, kTileTokens) * in->ld) * sizeof(uint16_t));
   }
-  in->most = pair ? kIntPairTokens : kIntOneTokens;
+  in->most = mode == kCodeRowMode ? kTileTokens : pair ? kIntPairTokens : kIntOneTokens;
   in->ld = round_up(m.k, 256);  // whole activation groups of every format
   in->tables = div_up(m.k, m.activation_group);
+  if (mode == kCodeRowMode) {
+    in->pitch = tokens = round_up(tokens, kTileTokens);
+    in->ld += 64;  // not all rows in the same cache sets
+  }
   const size_t table = line_up((size_t)(tokens * in->tables) * 4);
   in->q = (int8_t*)(base + at);
   in->code_bytes = kByPairs && m.bits == 8 ? 2 : 1;
@@ -147,8 +161,9 @@ INL bool quantize_group(const float* v, ptrdiff_t n, int8_t* q, ptrdiff_t code_b
 INL bool quantize_row(const Packed& m, const Inputs& in, ptrdiff_t t0, ptrdiff_t T, ptrdiff_t t, ptrdiff_t k0,
                       ptrdiff_t n, float* v) {
   bool finite = true;
-  ptrdiff_t at = t0 * in.tables + k0 / m.activation_group * T + t;
-  for (ptrdiff_t k = 0; k < n; k += m.activation_group, at += T) {
+  ptrdiff_t at = in.entries(k0 / m.activation_group, t0, T) + t;
+  const ptrdiff_t next = in.next_entries(T);
+  for (ptrdiff_t k = 0; k < n; k += m.activation_group, at += next) {
     int32_t total;
     finite &=
         quantize_group(v + k, m.activation_group, (int8_t*)v + k * in.code_bytes, in.code_bytes, in.scale + at, &total);
@@ -199,7 +214,10 @@ INL bool put_group(const Packed& m, const Inputs& in, ptrdiff_t t0, ptrdiff_t T,
   bool finite = true;
   for (ptrdiff_t t = 0; t < T && in.mode != kFloatMode; ++t) {
     float* const row = rows + t * pitch;
-    if (in.mode == kInt8Mode) finite &= quantize_row(m, in, t0, T, t, k0, n, row);
+    if (is_quantized(in.mode)) finite &= quantize_row(m, in, t0, T, t, k0, n, row);
+    if (in.mode == kCodeRowMode) {
+      __builtin_memcpy(in.q + (t0 + t) * in.ld + k0, row, (size_t)round_up(n, m.activation_group));
+    }
     if (in.mode == kDotMode) narrow_row(row, padded, (uint16_t*)row);
     if (in.mode == kRowMode) narrow_row(row, padded, in.b + (t0 + t) * in.ld + k0);
   }
@@ -232,8 +250,8 @@ static bool take_inputs(const PackedCall& c, const Packed& m, const Inputs& in, 
   const ptrdiff_t parts = div_up(m.k, kRowPart), g = task / parts, k = task % parts * kRowPart;
   const ptrdiff_t groups = in.groups(), t0 = in.begin(g, groups), T = in.begin(g + 1, groups) - t0;
   const ptrdiff_t n = imin(kRowPart, m.k - k);
-  // quantized: whole groups; else only what no other thread fills (zero_rows, in kRowMode)
-  const ptrdiff_t padded = in.mode == kInt8Mode ? kRowPart : round_up(n, 16);
+  // quantized: whole groups; else only what no other thread fills (zero_rows)
+  const ptrdiff_t padded = is_quantized(in.mode) ? kRowPart : round_up(n, 16);
   for (ptrdiff_t t = 0; t < T; ++t) {
     const ptrdiff_t at = (first + t0 + t) * c.x_stride + k;
     float* const row = rows + t * kPitch;

@@ -62,7 +62,7 @@ static Plan plan(const PackedCall& c, uintptr_t base) {
   const bool narrow = c.x_dtype == kBFloat16;
   const Mode first_mode = mode_of(first_matrix(c), narrow, c.tokens), down_mode = mode_of(c.down, narrow, c.tokens);
   // the matrix unit is so quick that reading the weights is what counts
-  const ptrdiff_t most_tokens = first_mode == kRowMode ? 2 * kBlockTokens : kBlockTokens;
+  const ptrdiff_t most_tokens = is_by_rows(first_mode) ? 2 * kBlockTokens : kBlockTokens;
   p.block = div_up(c.tokens, div_up(c.tokens, most_tokens));
   // even for one token: two columns are two streams of memory
   p.pair = W == 16 || c.tokens <= kPairTokens;
@@ -71,7 +71,7 @@ static Plan plan(const PackedCall& c, uintptr_t base) {
   if (c.up.columns != nullptr) {
     at = place_inputs(c.down, p.block, down_mode, p.pair, base, at, &p.m);
     // whole activation groups of down, and some tasks for each thread
-    const ptrdiff_t unit = p.m.mode == kInt8Mode ? imax(c.down.activation_group, 2 * kLanes) : 2 * kLanes;
+    const ptrdiff_t unit = is_quantized(p.m.mode) ? imax(c.down.activation_group, 2 * kLanes) : 2 * kLanes;
     const ptrdiff_t most = imin(round_up(div_up(c.up.n, 8 * threads), unit), imax(128 / unit, 1) * unit);
     p.chunk = balanced(c.up.n, threads, unit, imax(most / 2 / unit, 1) * unit, most);
   }
@@ -217,7 +217,7 @@ void packed_body(int thread, int threads, void* arg) {
   Plan p = plan(c, (uintptr_t)job.workspace);
   const bool whole = c.up.columns != nullptr;
   uint8_t* const own = job.workspace + p.shared + p.each * (size_t)thread;
-  const TileUnit unit(p.x.mode == kRowMode || p.m.mode == kRowMode);
+  const TileUnit unit(is_by_rows(p.x.mode) || is_by_rows(p.m.mode));
   bool finite = true;
   for (ptrdiff_t first = 0; first < c.tokens; first += p.block) {
     p.x.tokens = p.m.tokens = imin(p.block, c.tokens - first);
@@ -255,5 +255,5 @@ bool packed_run(const PackedCall& c, uint8_t* workspace) {
 
 static Arithmetic products(const Packed& m, bool narrow_x, ptrdiff_t tokens) {
   const Mode mode = mode_of(m, narrow_x, tokens);
-  return mode == kInt8Mode ? kInt8Arithmetic : mode == kFloatMode ? kFloatArithmetic : kBf16Arithmetic;
+  return is_quantized(mode) ? kInt8Arithmetic : mode == kFloatMode ? kFloatArithmetic : kBf16Arithmetic;
 }

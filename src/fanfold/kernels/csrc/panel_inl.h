@@ -17,35 +17,39 @@ struct Hint {
   ptrdiff_t rows = 0, row_bytes = 0, chunk_bytes = 0;
 };
 constexpr ptrdiff_t kChunk = 16;
+constexpr ptrdiff_t kPanelChain = 128;  // inputs of one float32 sum: rounding grows with their length; see kChain
 
 // c[MR][NR] (+)= tile * panel; V of the panel's NV vectors.
 template <int V, bool Transposed>
 static void micro(const float* a, const float* b, ptrdiff_t kc, float* c, bool first, Hint hint) {
-  vf acc[MR][V] = {};
-  for (ptrdiff_t k0 = 0; k0 < kc; k0 += kChunk) {
-    for (ptrdiff_t i = 0; i < hint.rows; ++i) {
-      __builtin_prefetch((const void*)(hint.at + (uintptr_t)(i * hint.row_bytes)), 0, 2);
-    }
-    hint.at += (uintptr_t)hint.chunk_bytes;
-    const ptrdiff_t k1 = imin(kc, k0 + kChunk);
-    for (ptrdiff_t k = k0; k < k1; ++k) {
-      vf in[V];
+  for (ptrdiff_t begin = 0; begin < kc; begin += kPanelChain, first = false) {
+    const ptrdiff_t end = imin(kc, begin + kPanelChain);
+    vf acc[MR][V] = {};
+    for (ptrdiff_t k0 = begin; k0 < end; k0 += kChunk) {
+      for (ptrdiff_t i = 0; i < hint.rows; ++i) {
+        __builtin_prefetch((const void*)(hint.at + (uintptr_t)(i * hint.row_bytes)), 0, 2);
+      }
+      hint.at += (uintptr_t)hint.chunk_bytes;
+      const ptrdiff_t k1 = imin(end, k0 + kChunk);
+      for (ptrdiff_t k = k0; k < k1; ++k) {
+        vf in[V];
 #pragma GCC unroll 2
-      for (int v = 0; v < V; ++v) in[v] = load(b + k * NR + v * W);
+        for (int v = 0; v < V; ++v) in[v] = load(b + k * NR + v * W);
 #pragma GCC unroll 16
-      for (int r = 0; r < MR; ++r) {
-        const float w = Transposed ? a[k * kColPitch + r] : a[r * kRowPitch + k];
+        for (int r = 0; r < MR; ++r) {
+          const float w = Transposed ? a[k * kColPitch + r] : a[r * kRowPitch + k];
 #pragma GCC unroll 2
-        for (int v = 0; v < V; ++v) acc[r][v] += in[v] * w;
+          for (int v = 0; v < V; ++v) acc[r][v] += in[v] * w;
+        }
       }
     }
-  }
 #pragma GCC unroll 16
-  for (int r = 0; r < MR; ++r) {
+    for (int r = 0; r < MR; ++r) {
 #pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) {
-      float* const to = c + r * NR + v * W;
-      store(to, first ? acc[r][v] : load(to) + acc[r][v]);
+      for (int v = 0; v < V; ++v) {
+        float* const to = c + r * NR + v * W;
+        store(to, first ? acc[r][v] : load(to) + acc[r][v]);
+      }
     }
   }
 }

@@ -1,6 +1,7 @@
 // The products of several columns with all tokens. Included by packed_inl.h.
 
 constexpr ptrdiff_t kSpan = 512;  // most inputs of a step over all tokens: its weights stay in L1, the tokens' in L2
+constexpr ptrdiff_t kCodeSpan = 1024;  // … of the matrix unit's codes
 constexpr ptrdiff_t kChain = W == 16 ? 128 : 64;  // inputs of one float32 sum
 constexpr ptrdiff_t kMostColumns = 32;            // of one call, gate's and up's together
 
@@ -57,15 +58,59 @@ static void span_product_rows(const Packed& m, const uint8_t* column, const uint
     }
   }
 }
+
+// The same with codes in bytes. The sums of an activation group are exact.
+template <int R>
+static void span_product_codes(const Packed& m, const uint8_t* column, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n,
+                               const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
+  CodeGroup groups[kCodeSpan / 256];
+  ptrdiff_t n_groups = 0, steps = 0;
+  uint8_t* const rooms = scratch + kScratchBytes / 2;
+  for (ptrdiff_t k = 0; k < n; k += m.activation_group) {
+    const ptrdiff_t inputs = imin(m.activation_group, n - k);
+    CodeGroup& group = groups[n_groups++];
+    group = {{}, k, div_up(inputs, kTileCodes), (k0 + k) / m.activation_group};
+    steps += group.steps;
+    for (int r = 0; r < R; ++r) {
+      group.columns[r] = column + r * m.column_bytes + (k0 + k) * kLanes;
+      if (inputs % kTileCodes == 0) continue;
+      // A last, partly filled tile: what lies behind the codes is none of this column's.
+      uint8_t* const to = scratch + (size_t)r * (kScratchBytes / 4);
+      const size_t bytes = (size_t)(round_up(inputs, 4) * kLanes), whole = (size_t)(group.steps * 1024);
+      __builtin_memcpy(to, group.columns[r], bytes);
+      __builtin_memset(to + bytes, 0, whole - bytes);
+      group.columns[r] = to;
+    }
+  }
+  RowHint hint = {(uintptr_t)next, n * kLanes / (steps * div_up(in.tokens, kTileTokens)), m.column_bytes, R};
+  Waiting waiting;
+  int room = 0;
+  for (ptrdiff_t t = 0; t < in.tokens; t += kTileTokens) {
+    const bool two = in.tokens - t > 16;
+    const int8_t* const x = in.q + t * in.ld + k0;
+    for (ptrdiff_t g = 0; g < n_groups; ++g, room ^= 1) {
+      uint8_t* const sums = rooms + room * 4096;
+      if (two) {
+        code_tile<R, true>(groups[g], x, in.ld, ldc, sums, &waiting, &hint);
+      } else {
+        code_tile<R, false>(groups[g], x, in.ld, ldc, sums, &waiting, &hint);
+      }
+      const ptrdiff_t entries = in.entries(groups[g].table, t, 0);
+      waiting = {sums, two ? 2 * R : R, 0, in.scale + entries, in.start + entries, c + t * ldc};
+    }
+  }
+  while (waiting.done < waiting.tiles) settle<R>(&waiting, ldc);
+}
 #endif
 
 // One entry's span [k0, k0 + n) with every group of tokens; meanwhile memory is asked for `next`, which is as long. The
-// first span's sums are written to c, the others' added, but those of kRowMode.
+// first span's sums are written to c, the others' added, but those of the matrix unit.
 template <int R>
 static void span_product(const Packed& m, const uint8_t* column, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n,
                          const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
 #ifdef FANFOLD_AMX
   if (in.mode == kRowMode) return span_product_rows<R>(m, column, next, k0, n, in, c, ldc, scratch);
+  if (in.mode == kCodeRowMode) return span_product_codes<R>(m, column, next, k0, n, in, c, ldc, scratch);
 #endif
   const ptrdiff_t groups = in.groups(), bytes = bytes_before(m, k0 + n) - bytes_before(m, k0);
   const bool ints = in.mode == kInt8Mode, nibbles = m.bits == 4;
@@ -106,7 +151,7 @@ static void span_product(const Packed& m, const uint8_t* column, const uint8_t* 
     hint.at = (uintptr_t)(ahead ? at[0] + kAheadBytes : next) + (uintptr_t)(g * share);
     float* const to = c + t0 * ldc;
     if (ints) {
-      const ptrdiff_t entry = t0 * in.tables + table * T;
+      const ptrdiff_t entry = in.entries(table, t0, T);
       tile.q = in.q + (t0 * in.ld + k0 * T) * in.code_bytes;
       tile.scale = in.scale + entry;
       tile.start = in.start + entry;
@@ -169,6 +214,7 @@ static void finish_task(const Task& task, const Inputs& in, ptrdiff_t width) {
 INL ptrdiff_t span_of(const Packed& m, const Inputs& in) {
   if (in.mode == kInt8Mode && in.groups() == 1) return round_up(m.k, m.block);
   if (in.mode == kRowMode) return 512 / m.block * m.block;  // as bfloat16 it fits the scratch
+  if (in.mode == kCodeRowMode) return kCodeSpan;
   const ptrdiff_t most = in.mode == kInt8Mode ? kSpan : W == 16 && m.bits == 32 && in.groups() > 1 ? 128 : 256;
   return imax(most / m.block, 1) * m.block;
 }
@@ -178,7 +224,7 @@ static void product(const Task& task, const Inputs& in, const uint8_t* next, uin
   const Packed& m = *task.matrix[0];
   const ptrdiff_t span = span_of(m, in), width = task.pair ? 2 * kLanes : kLanes;
   const bool sparse = in.lines != nullptr;
-  for (ptrdiff_t i = 0; i < task.count && (sparse || in.mode == kRowMode || m.k == 0); ++i) {
+  for (ptrdiff_t i = 0; i < task.count && (sparse || is_by_rows(in.mode) || m.k == 0); ++i) {
     for (ptrdiff_t t = 0; t < in.tokens; ++t) {
       for (ptrdiff_t j = 0; j < width; j += W) store(task.out[i] + t * task.ldc + j, vf{});
     }
