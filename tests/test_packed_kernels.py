@@ -29,7 +29,7 @@ if cpu._missing is not None:
 ISAS = cpu.isas()
 INTEGER = formats.INTEGER
 MODES = [(f, a) for f in packed.FORMATS for a in (("int8", "float") if f in INTEGER else ("float",))]
-SHAPES = ((1, 1), (17, 33), (33, 648), (64, 64), (50, 300))
+SHAPES = ((1, 1), (17, 33), (33, 1100), (64, 64), (50, 300))
 TOKENS = (1, 3, 12, 17, 33, 150)
 
 

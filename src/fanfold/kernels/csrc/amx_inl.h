@@ -96,33 +96,41 @@ INL void row_tile(const uint8_t* const (&columns)[2], ptrdiff_t n, const uint16_
 struct Waiting {
   const uint8_t* sums = nullptr;  // [tiles][16][16] int32
   int tiles = 0, done = 0;
-  const float* scale = nullptr;  // [tokens]
+  const float *scale = nullptr, *sum = nullptr;  // [tokens], see Inputs
   const int32_t* start = nullptr;
+  const uint8_t *scales[2] = {}, *minima[2] = {};  // [16] float16 of each column, of its group
   float* c = nullptr;
 };
 
 // The next of its R columns' tiles.
-template <int R>
+template <int R, Scaling S>
 INL void settle(Waiting* w, ptrdiff_t ldc) {
   const int first = w->done / R * 16, r = w->done % R;
   const uint8_t* const sums = w->sums + w->done * 1024;
   float* const c = w->c + first * ldc + r * kLanes;
+  const vf scale = S == kByRow ? vf{} : load_half(w->scales[r]);
+  const vf least = S == kByGroupWithMinimum ? load_half(w->minima[r]) : vf{};
 #pragma GCC unroll 16
   for (int t = 0; t < 16; ++t) {
-    const vf value = __builtin_convertvector(load_i(sums + t * 64) + w->start[first + t], vf);
-    store(c + t * ldc, load(c + t * ldc) + value * w->scale[first + t]);
+    // a minimum takes the place of an offset
+    const vi codes = S == kByGroupWithMinimum ? load_i(sums + t * 64) : load_i(sums + t * 64) + w->start[first + t];
+    const vf value = __builtin_convertvector(codes, vf);
+    vf total = load(c + t * ldc);
+    if constexpr (S == kByGroupWithMinimum) total += least * w->sum[first + t];
+    total += S == kByRow ? value * w->scale[first + t] : value * scale * w->scale[first + t];
+    store(c + t * ldc, total);
   }
   ++w->done;
 }
 
-// An activation group of R columns: whole tiles of codes.
+// An activation group of up to two columns: whole tiles of codes, and their scales and minima.
 struct CodeGroup {
-  const uint8_t* columns[2];
+  const uint8_t *codes[2], *scales[2], *minima[2];
   ptrdiff_t k, steps, table;
 };
 
 // One group's sums with up to kTileTokens tokens; meanwhile `waiting` is settled, then these sums wait, in `room`.
-template <int R, bool Two>
+template <int R, Scaling S, bool Two>
 INL void code_tile(const CodeGroup& group, const int8_t* x, ptrdiff_t ld, ptrdiff_t ldc, uint8_t* room,
                    Waiting* waiting, RowHint* hint) {
   _tile_zero(0);
@@ -130,7 +138,7 @@ INL void code_tile(const CodeGroup& group, const int8_t* x, ptrdiff_t ld, ptrdif
   if constexpr (Two) _tile_zero(2);
   if constexpr (R == 2 && Two) _tile_zero(3);
   const int8_t* at = x + group.k;
-  const uint8_t *first = group.columns[0], *second = group.columns[R - 1];
+  const uint8_t *first = group.codes[0], *second = group.codes[R - 1];
   for (ptrdiff_t i = 0; i < group.steps; ++i, at += kTileCodes, first += 1024, second += 1024) {
     _tile_loadd(4, at, (size_t)ld);
     _tile_loadd(6, first, 64);
@@ -145,13 +153,22 @@ INL void code_tile(const CodeGroup& group, const int8_t* x, ptrdiff_t ld, ptrdif
     }
     if constexpr (R == 2 && Two) _tile_dpbsud(3, 5, 7);
     hint->ask();
-    if (waiting->done < waiting->tiles) settle<R>(waiting, ldc);
+    if (waiting->done < waiting->tiles) settle<R, S>(waiting, ldc);
   }
-  while (waiting->done < waiting->tiles) settle<R>(waiting, ldc);
+  while (waiting->done < waiting->tiles) settle<R, S>(waiting, ldc);
   _tile_stored(0, room, 64);
   if constexpr (R == 2) _tile_stored(1, room + 1024, 64);
   if constexpr (Two) _tile_stored(2, room + R * 1024, 64);
   if constexpr (R == 2 && Two) _tile_stored(3, room + 3 * 1024, 64);
+}
+
+// Codes of 4 bits of whole lines, a byte each.
+INL void unpack_lines(const uint8_t* w, ptrdiff_t lines, uint8_t* to) {
+  for (ptrdiff_t i = 0; i < lines; ++i, w += 64, to += 128) {
+    const vi codes = load_i(w), low = codes & 0x0f0f0f0f, high = (vi)((vu)codes >> 4) & 0x0f0f0f0f;
+    __builtin_memcpy(to, &low, sizeof low);
+    __builtin_memcpy(to + 64, &high, sizeof high);
+  }
 }
 
 // Two float32 vectors, of an even input and the next, as bfloat16 pairs: to nearest, ties to even.

@@ -1,6 +1,9 @@
 // Columns with their codes unpacked, where that pays because many tokens follow. Included by packed_inl.h.
 
-INL ptrdiff_t bytes_before(const Packed& m, ptrdiff_t inputs) { return inputs / m.block * m.block_bytes; }
+// Of whole blocks; where there are none, of whole lines.
+INL ptrdiff_t bytes_before(const Packed& m, ptrdiff_t inputs) {
+  return m.group == 0 ? inputs * kLanes * m.bits / 8 : inputs / m.block * m.block_bytes;
+}
 
 // Inputs [k0, k0 + n) of a column as float32 lines: what "float" activations are multiplied with. The scale of a row,
 // where there is one, comes at the end.

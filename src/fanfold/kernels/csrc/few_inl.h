@@ -43,8 +43,8 @@ INL void dot_step(vf (&acc)[R][T], const WT* const (&rows)[R], ptrdiff_t k, cons
   }
 }
 
-// sums[r * T + t] (+)= the products of inputs [k0, k1) of rows[r] and x[t], a vector of partial sums each. Rounding grows
-// with a chain's length, so that chains are short and their sums added.
+// sums[r * T + t] (+)= the products of inputs [k0, k1) of rows[r] and x[t], a vector of partial sums each. Rounding
+// grows with a chain's length, so that chains are short and their sums added.
 template <int R, int T, class WT>
 INL void dot_block(const WT* const (&rows)[R], ptrdiff_t ahead, const float* x, ptrdiff_t ldx, ptrdiff_t k0,
                    ptrdiff_t k1, float* sums) {

@@ -34,11 +34,12 @@ struct Inputs {
   ptrdiff_t next_entries(ptrdiff_t T) const { return mode == kCodeRowMode ? pitch : T; }
 };
 
-// bfloat16 products only where x is bfloat16 itself, or would be rounded to 8 bits.
+// bfloat16 products only where x is bfloat16 itself, or would be rounded to 8 bits. Groups of whole tiles stay integers
+// on the matrix unit, from more tokens on than one integer tile takes (measured).
 INL Mode mode_of(const Packed& m, bool narrow_x, ptrdiff_t tokens) {
 #if defined(FANFOLD_AMX)
   if (m.format == kBf16 && narrow_x && tokens >= kTilesFrom) return kRowMode;
-  if (m.format == kInt8 && m.int8_activations && tokens >= kTilesFrom) return kCodeRowMode;
+  if (m.int8_activations && m.activation_group % 64 == 0 && tokens > kIntPairTokens) return kCodeRowMode;
   if (m.is_integer() && (m.int8_activations || narrow_x) && tokens >= kTilesFromCodes) return kRowMode;
 #elif defined(FANFOLD_BF16)
   if (m.format == kBf16 && narrow_x) return kDotMode;
@@ -215,11 +216,11 @@ INL bool put_group(const Packed& m, const Inputs& in, ptrdiff_t t0, ptrdiff_t T,
   for (ptrdiff_t t = 0; t < T && in.mode != kFloatMode; ++t) {
     float* const row = rows + t * pitch;
     if (is_quantized(in.mode)) finite &= quantize_row(m, in, t0, T, t, k0, n, row);
+    if (in.mode == kDotMode) narrow_row(row, padded, (uint16_t*)row);
+    if (in.mode == kRowMode) narrow_row(row, padded, in.b + (t0 + t) * in.ld + k0);
     if (in.mode == kCodeRowMode) {
       __builtin_memcpy(in.q + (t0 + t) * in.ld + k0, row, (size_t)round_up(n, m.activation_group));
     }
-    if (in.mode == kDotMode) narrow_row(row, padded, (uint16_t*)row);
-    if (in.mode == kRowMode) narrow_row(row, padded, in.b + (t0 + t) * in.ld + k0);
   }
   if (in.mode == kFloatMode) interleave(rows, pitch, T, padded, in.f + t0 * in.ld + k0 * T);
   if (in.mode == kDotMode) interleave(rows, pitch, T, padded / 2, (float*)(in.b + t0 * in.ld + k0 * T));

@@ -1,7 +1,7 @@
 // The products of several columns with all tokens. Included by packed_inl.h.
 
 constexpr ptrdiff_t kSpan = 512;  // most inputs of a step over all tokens: its weights stay in L1, the tokens' in L2
-constexpr ptrdiff_t kCodeSpan = 1024;  // … of the matrix unit's codes
+constexpr ptrdiff_t kCodeSpan = 1024;             // … of the matrix unit's codes
 constexpr ptrdiff_t kChain = W == 16 ? 128 : 64;  // inputs of one float32 sum
 constexpr ptrdiff_t kMostColumns = 32;            // of one call, gate's and up's together
 
@@ -59,47 +59,80 @@ static void span_product_rows(const Packed& m, const uint8_t* column, const uint
   }
 }
 
-// The same with codes in bytes. The sums of an activation group are exact.
+// The groups of inputs [k0, k0 + n) of R columns, as bytes in whole tiles: where they lie, or else in `room`.
 template <int R>
-static void span_product_codes(const Packed& m, const uint8_t* column, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n,
-                               const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
-  CodeGroup groups[kCodeSpan / 256];
-  ptrdiff_t n_groups = 0, steps = 0;
-  uint8_t* const rooms = scratch + kScratchBytes / 2;
-  for (ptrdiff_t k = 0; k < n; k += m.activation_group) {
-    const ptrdiff_t inputs = imin(m.activation_group, n - k);
-    CodeGroup& group = groups[n_groups++];
-    group = {{}, k, div_up(inputs, kTileCodes), (k0 + k) / m.activation_group};
-    steps += group.steps;
-    for (int r = 0; r < R; ++r) {
-      group.columns[r] = column + r * m.column_bytes + (k0 + k) * kLanes;
-      if (inputs % kTileCodes == 0) continue;
-      // A last, partly filled tile: what lies behind the codes is none of this column's.
-      uint8_t* const to = scratch + (size_t)r * (kScratchBytes / 4);
-      const size_t bytes = (size_t)(round_up(inputs, 4) * kLanes), whole = (size_t)(group.steps * 1024);
-      __builtin_memcpy(to, group.columns[r], bytes);
-      __builtin_memset(to + bytes, 0, whole - bytes);
-      group.columns[r] = to;
+static ptrdiff_t code_groups(const Packed& m, const uint8_t* column, ptrdiff_t k0, ptrdiff_t n, uint8_t* room,
+                             CodeGroup* groups) {
+  ptrdiff_t count = 0;
+  for (ptrdiff_t b = 0; b < n; b += m.block) {
+    const ptrdiff_t in_block = imin(m.block, n - b), header = header_bytes(m, in_block);
+    const uint8_t* const block = column + bytes_before(m, k0 + b);
+    const ptrdiff_t of_block = div_up(in_block, m.activation_group);
+    for (ptrdiff_t i = 0; i < of_block; ++i) {
+      const ptrdiff_t first = i * m.activation_group, inputs = imin(m.activation_group, in_block - first);
+      CodeGroup& group = groups[count++];
+      group.k = b + first;
+      group.steps = div_up(inputs, kTileCodes);
+      group.table = (k0 + group.k) / m.activation_group;
+      for (int r = 0; r < R; ++r) {
+        const uint8_t* const at = block + r * m.column_bytes;
+        const uint8_t* const codes = at + header + first * kLanes * m.bits / 8;
+        group.scales[r] = at + i * 32;
+        group.minima[r] = at + (of_block + i) * 32;
+        group.codes[r] = codes;
+        // A last, partly filled tile must not be read where it lies: the matrix may end there. What the copy has behind
+        // it meets codes of zero.
+        const ptrdiff_t unit = 32 / m.bits, own = round_up(inputs, unit) * kLanes;
+        if (m.bits == 8 && own == group.steps * 1024) continue;
+        uint8_t* const to = room + (size_t)r * (kScratchBytes / 4) + group.k * kLanes;
+        if (m.bits == 4) {
+          unpack_lines(codes, own / 128, to);
+        } else {
+          __builtin_memcpy(to, codes, (size_t)own);
+        }
+        group.codes[r] = to;
+      }
     }
   }
-  RowHint hint = {(uintptr_t)next, n * kLanes / (steps * div_up(in.tokens, kTileTokens)), m.column_bytes, R};
+  return count;
+}
+
+// The same with codes. The sums of an activation group are exact.
+template <int R, Scaling S>
+static void span_product_codes(const Packed& m, const uint8_t* column, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n,
+                               const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
+  CodeGroup groups[kCodeSpan / kTileCodes];
+  const ptrdiff_t n_groups = code_groups<R>(m, column, k0, n, scratch, groups);
+  uint8_t* const rooms = scratch + kScratchBytes / 2;
+  const ptrdiff_t bytes = bytes_before(m, k0 + n) - bytes_before(m, k0);
+  const ptrdiff_t steps = div_up(in.tokens, kTileTokens) * div_up(n, kTileCodes);
+  RowHint hint = {(uintptr_t)next, bytes / steps, m.column_bytes, R};
   Waiting waiting;
   int room = 0;
   for (ptrdiff_t t = 0; t < in.tokens; t += kTileTokens) {
     const bool two = in.tokens - t > 16;
     const int8_t* const x = in.q + t * in.ld + k0;
     for (ptrdiff_t g = 0; g < n_groups; ++g, room ^= 1) {
+      const CodeGroup& group = groups[g];
       uint8_t* const sums = rooms + room * 4096;
       if (two) {
-        code_tile<R, true>(groups[g], x, in.ld, ldc, sums, &waiting, &hint);
+        code_tile<R, S, true>(group, x, in.ld, ldc, sums, &waiting, &hint);
       } else {
-        code_tile<R, false>(groups[g], x, in.ld, ldc, sums, &waiting, &hint);
+        code_tile<R, S, false>(group, x, in.ld, ldc, sums, &waiting, &hint);
       }
-      const ptrdiff_t entries = in.entries(groups[g].table, t, 0);
-      waiting = {sums, two ? 2 * R : R, 0, in.scale + entries, in.start + entries, c + t * ldc};
+      const ptrdiff_t entries = in.entries(group.table, t, 0);
+      waiting = {sums,
+                 two ? 2 * R : R,
+                 0,
+                 in.scale + entries,
+                 in.sum + entries,
+                 in.start + entries,
+                 {group.scales[0], group.scales[R - 1]},
+                 {group.minima[0], group.minima[R - 1]},
+                 c + t * ldc};
     }
   }
-  while (waiting.done < waiting.tiles) settle<R>(&waiting, ldc);
+  while (waiting.done < waiting.tiles) settle<R, S>(&waiting, ldc);
 }
 #endif
 
@@ -110,7 +143,12 @@ static void span_product(const Packed& m, const uint8_t* column, const uint8_t* 
                          const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
 #ifdef FANFOLD_AMX
   if (in.mode == kRowMode) return span_product_rows<R>(m, column, next, k0, n, in, c, ldc, scratch);
-  if (in.mode == kCodeRowMode) return span_product_codes<R>(m, column, next, k0, n, in, c, ldc, scratch);
+  if (in.mode == kCodeRowMode) {
+    const auto product = m.group == 0 ? span_product_codes<R, kByRow>
+                         : m.minimum  ? span_product_codes<R, kByGroupWithMinimum>
+                                      : span_product_codes<R, kByGroup>;
+    return product(m, column, next, k0, n, in, c, ldc, scratch);
+  }
 #endif
   const ptrdiff_t groups = in.groups(), bytes = bytes_before(m, k0 + n) - bytes_before(m, k0);
   const bool ints = in.mode == kInt8Mode, nibbles = m.bits == 4;
@@ -213,8 +251,13 @@ static void finish_task(const Task& task, const Inputs& in, ptrdiff_t width) {
 // The inputs of a step: whole blocks. A lone group of tokens needs no steps for its codes.
 INL ptrdiff_t span_of(const Packed& m, const Inputs& in) {
   if (in.mode == kInt8Mode && in.groups() == 1) return round_up(m.k, m.block);
+  if (in.mode == kRowMode && m.format == kBf16) {  // the weights take a third of L1, the last step is no stub
+    return round_up(div_up(m.k, div_up(m.k, 320)), 32);
+  }
   if (in.mode == kRowMode) return 512 / m.block * m.block;  // as bfloat16 it fits the scratch
-  if (in.mode == kCodeRowMode) return kCodeSpan;
+  if (in.mode == kCodeRowMode) {                            // what is unpacked for few tokens must still be in L1
+    return (m.bits == 4 && in.groups() <= 2 ? kCodeSpan / 4 : kCodeSpan) / m.block * m.block;
+  }
   const ptrdiff_t most = in.mode == kInt8Mode ? kSpan : W == 16 && m.bits == 32 && in.groups() > 1 ? 128 : 256;
   return imax(most / m.block, 1) * m.block;
 }
