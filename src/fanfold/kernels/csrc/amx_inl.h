@@ -60,16 +60,23 @@ struct RowHint {
   }
 };
 
-// c[t * ldc + r * 16 + lane] += n inputs (in whole tiles, zeros behind them) of R columns and kTileTokens tokens.
-// Two: tokens beyond the first 16 exist.
+// c[t * ldc + r * 16 + lane] += n inputs (in whole tiles, zeros behind them) of R columns and kTileTokens tokens; = if
+// `fresh`. Two: tokens beyond the first 16 exist.
 template <int R, bool Two>
 INL void row_tile(const uint8_t* const (&columns)[2], ptrdiff_t n, const uint16_t* x, ptrdiff_t ld, float* c,
-                  ptrdiff_t ldc, RowHint* hint) {
+                  ptrdiff_t ldc, bool fresh, RowHint* hint) {
   const size_t c_pitch = (size_t)ldc * sizeof(float), x_pitch = (size_t)ld * sizeof(uint16_t);
-  _tile_loadd(0, c, c_pitch);
-  if constexpr (Two) _tile_loadd(2, c + 16 * ldc, c_pitch);
-  if constexpr (R == 2) _tile_loadd(1, c + kLanes, c_pitch);
-  if constexpr (R == 2 && Two) _tile_loadd(3, c + 16 * ldc + kLanes, c_pitch);
+  if (fresh) {
+    _tile_zero(0);
+    if constexpr (Two) _tile_zero(2);
+    if constexpr (R == 2) _tile_zero(1);
+    if constexpr (R == 2 && Two) _tile_zero(3);
+  } else {
+    _tile_loadd(0, c, c_pitch);
+    if constexpr (Two) _tile_loadd(2, c + 16 * ldc, c_pitch);
+    if constexpr (R == 2) _tile_loadd(1, c + kLanes, c_pitch);
+    if constexpr (R == 2 && Two) _tile_loadd(3, c + 16 * ldc + kLanes, c_pitch);
+  }
   for (ptrdiff_t k = 0; k < n; k += kTileInputs) {
     _tile_loadd(4, x + k, x_pitch);
     _tile_loadd(6, columns[0] + k * 32, 64);
@@ -110,7 +117,6 @@ INL void settle(Waiting* w, ptrdiff_t ldc) {
   float* const c = w->c + first * ldc + r * kLanes;
   const vf scale = S == kByRow ? vf{} : load_half(w->scales[r]);
   const vf least = S == kByGroupWithMinimum ? load_half(w->minima[r]) : vf{};
-#pragma GCC unroll 16
   for (int t = 0; t < 16; ++t) {
     // a minimum takes the place of an offset
     const vi codes = S == kByGroupWithMinimum ? load_i(sums + t * 64) : load_i(sums + t * 64) + w->start[first + t];

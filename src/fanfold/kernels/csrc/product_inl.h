@@ -50,11 +50,11 @@ static void span_product_rows(const Packed& m, const uint8_t* column, const uint
   for (ptrdiff_t t = 0; t < in.tokens; t += kTileTokens) {
     const uint16_t* const x = in.b + t * in.ld + k0;
     if (in.tokens - t > 16) {
-      if (whole > 0) row_tile<R, true>(at, whole, x, in.ld, c + t * ldc, ldc, &hint);
-      if (whole < n) row_tile<R, true>(rest, n - whole, x + whole, in.ld, c + t * ldc, ldc, &hint);
+      if (whole > 0) row_tile<R, true>(at, whole, x, in.ld, c + t * ldc, ldc, k0 == 0, &hint);
+      if (whole < n) row_tile<R, true>(rest, n - whole, x + whole, in.ld, c + t * ldc, ldc, k0 + whole == 0, &hint);
     } else {
-      if (whole > 0) row_tile<R, false>(at, whole, x, in.ld, c + t * ldc, ldc, &hint);
-      if (whole < n) row_tile<R, false>(rest, n - whole, x + whole, in.ld, c + t * ldc, ldc, &hint);
+      if (whole > 0) row_tile<R, false>(at, whole, x, in.ld, c + t * ldc, ldc, k0 == 0, &hint);
+      if (whole < n) row_tile<R, false>(rest, n - whole, x + whole, in.ld, c + t * ldc, ldc, k0 + whole == 0, &hint);
     }
   }
 }
@@ -137,7 +137,7 @@ static void span_product_codes(const Packed& m, const uint8_t* column, const uin
 #endif
 
 // One entry's span [k0, k0 + n) with every group of tokens; meanwhile memory is asked for `next`, which is as long. The
-// first span's sums are written to c, the others' added, but those of the matrix unit.
+// first span's sums are written to c, the others' added, but those of kCodeRowMode.
 template <int R>
 static void span_product(const Packed& m, const uint8_t* column, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n,
                          const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
@@ -267,7 +267,7 @@ static void product(const Task& task, const Inputs& in, const uint8_t* next, uin
   const Packed& m = *task.matrix[0];
   const ptrdiff_t span = span_of(m, in), width = task.pair ? 2 * kLanes : kLanes;
   const bool sparse = in.lines != nullptr;
-  for (ptrdiff_t i = 0; i < task.count && (sparse || is_by_rows(in.mode) || m.k == 0); ++i) {
+  for (ptrdiff_t i = 0; i < task.count && (sparse || in.mode == kCodeRowMode || m.k == 0); ++i) {
     for (ptrdiff_t t = 0; t < in.tokens; ++t) {
       for (ptrdiff_t j = 0; j < width; j += W) store(task.out[i] + t * task.ldc + j, vf{});
     }
