@@ -24,10 +24,9 @@ NAMES = counted.TRAINED  # in the order of an operator's arguments
 # in both. Backward's blocks are of few channels, not of few tokens, which would read and write the gradients of the
 # matrices once each. Fewer channels save room and cost time: of eager's at 768x2048 with 2048 tokens
 # in float32 "all" takes 0.98–1.00 in 1 or 2 parts, 1.02 in 3 or 4, 1.06 in 8; "tiles" 1.22–1.24 in 6, 1.26 in 8 (least
-# times by turns in one run each, 2 threads, shared Xeon without AMX, 2026-11-30). "all", which is for speed, takes 1:
-# torch.compile's time, where 2 took a per cent or two more (float32 and bfloat16, with AMX, 2026-12-01).
+# times by turns in one run each, 2 threads, shared Xeon without AMX, 2026-11-30).
 BLOCKS = {
-    "all": Block(2048, 2048, 1),
+    "all": Block(2048, 2048, 4, 1024),
     "preact": Block(2048, 2048, 4, 1024),
     "input": Block(768, 2048, 4),
     "tiles": Block(512, 2048, 6),
