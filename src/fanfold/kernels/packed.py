@@ -282,8 +282,8 @@ def forward(x: Tensor, weights: Weights) -> Tensor:
     x  [..., d_model] float32 or bfloat16  ->  [..., d_model], x's dtype, contiguous. Biases float32.
     Sums accumulate in float32. Integer formats with activations "int8": x and the coefficients are quantized per token
     and group (the matrix's own groups, 256 where a row has one scale) and integer sums are exact; with many tokens
-    those of groups of 32 may meet the CPU's bfloat16 unit instead, and so may a bfloat16 x: `arithmetic` tells. A call with
-    coefficients or an x that are not finite runs with activations as they are.
+    those of groups of 32 may meet the CPU's bfloat16 unit instead, and so may a bfloat16 x: `arithmetic` tells. A call
+    with coefficients or an x that are not finite runs with activations as they are.
     With relu and relu2 a lone token skips the channels whose coefficient is exactly zero (float formats; were a value
     of such a channel infinite, PyTorch's product would be NaN).
     Bit-equal for the same input, instruction set, format and token count. Not differentiable.
