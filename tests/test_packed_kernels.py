@@ -29,7 +29,7 @@ if cpu._missing is not None:
 ISAS = cpu.isas()
 INTEGER = formats.INTEGER
 MODES = [(f, a) for f in packed.FORMATS for a in (("int8", "float") if f in INTEGER else ("float",))]
-SHAPES = ((1, 1), (17, 33), (33, 1100), (64, 64), (50, 300))
+SHAPES = ((1, 1), (17, 33), (33, 648), (64, 64), (50, 300))
 TOKENS = (1, 3, 12, 17, 33, 150)
 
 
@@ -118,6 +118,17 @@ def test_products(isa, format, mode, x_dtype):
                 for what, wrong in output_mutants(y):
                     assert not held(torch.from_numpy(wrong), x, m, bias), what
         assert packed.linear(tokens(0, k, x_dtype), m).shape == (0, n)
+
+
+@pytest.mark.parametrize("format", ["int8", "int8_g64", "int4_g128"])
+def test_products_go_on_after_the_longest_step(isa, format):
+    m = matrix(format, 33, 1100, "int8")
+    for t in (17, 40):
+        x = tokens(t, 1100)
+        assert held(packed.linear(x, m), x, m)
+        cut = x.clone()
+        cut[:, 1024:] = 0
+        assert not held(packed.linear(cut, m), x, m)
 
 
 def wrong_readings(m: PackedMatrix) -> Iterator[tuple[str, np.ndarray]]:

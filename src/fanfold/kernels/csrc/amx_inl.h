@@ -34,10 +34,10 @@ class TileUnit {
 };
 
 // What tiles read but no token writes: inputs behind the last of `k`, rows behind the last token. Of rows of codes it
-// is enough that their scales are numbers.
+// is enough that their scales and sums are normal numbers: others cost time.
 INL void zero_rows(const Inputs& in, ptrdiff_t k) {
   for (ptrdiff_t g = 0; g < in.tables && in.mode == kCodeRowMode; ++g) {
-    for (ptrdiff_t t = in.tokens; t < in.pitch; ++t) in.scale[g * in.pitch + t] = 0.0f;
+    for (ptrdiff_t t = in.tokens; t < in.pitch; ++t) in.scale[g * in.pitch + t] = in.sum[g * in.pitch + t] = 0.0f;
   }
   if (in.mode != kRowMode) return;
   const ptrdiff_t behind = round_up(k, 16), rows = round_up(in.tokens, kTileTokens);
