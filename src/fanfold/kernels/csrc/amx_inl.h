@@ -168,15 +168,6 @@ INL void code_tile(const CodeGroup& group, const int8_t* x, ptrdiff_t ld, ptrdif
   if constexpr (R == 2 && Two) _tile_stored(3, room + 3 * 1024, 64);
 }
 
-// Codes of 4 bits of whole lines, a byte each.
-INL void unpack_lines(const uint8_t* w, ptrdiff_t lines, uint8_t* to) {
-  for (ptrdiff_t i = 0; i < lines; ++i, w += 64, to += 128) {
-    const vi codes = load_i(w), low = codes & 0x0f0f0f0f, high = (vi)((vu)codes >> 4) & 0x0f0f0f0f;
-    __builtin_memcpy(to, &low, sizeof low);
-    __builtin_memcpy(to + 64, &high, sizeof high);
-  }
-}
-
 // Two float32 vectors, of an even input and the next, as bfloat16 pairs: to nearest, ties to even.
 INL vi narrow_pair(vf even, vf odd) {
   alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,

@@ -45,7 +45,19 @@ static void expand(const Packed& m, const uint8_t* column, ptrdiff_t k0, ptrdiff
   }
 }
 
-// The blocks of inputs [k0, k0 + n) with every code in a byte of its own.
+// Lines of codes of 4 bits with every code in a byte of its own: twice as many lines.
+INL void unpack_lines(const uint8_t* w, ptrdiff_t lines, uint8_t* to) {
+  for (ptrdiff_t i = 0; i < lines; ++i, w += 64, to += 128) {
+    for (int v = 0; v < V; ++v) {
+      const vi codes = load_i(w + v * W * 4);
+      const vi low = codes & 0x0f0f0f0f, high = (vi)((vu)codes >> 4) & 0x0f0f0f0f;
+      __builtin_memcpy(to + v * W * 4, &low, sizeof low);
+      __builtin_memcpy(to + 64 + v * W * 4, &high, sizeof high);
+    }
+  }
+}
+
+// The blocks of inputs [k0, k0 + n) so unpacked, each behind its header.
 static void unpack_nibbles(const Packed& m, const uint8_t* column, ptrdiff_t k0, ptrdiff_t n, uint8_t* to) {
   const uint8_t* w = column + bytes_before(m, k0);
   for (ptrdiff_t b = 0; b < n; b += m.block) {
@@ -53,13 +65,9 @@ static void unpack_nibbles(const Packed& m, const uint8_t* column, ptrdiff_t k0,
     __builtin_memcpy(to, w, (size_t)header);
     w += header;
     to += header;
-    for (ptrdiff_t k = 0; k < inputs; k += 8, w += 64, to += 128) {
-      for (int v = 0; v < V; ++v) {
-        const vi codes = load_i(w + v * W * 4);
-        const vi low = codes & 0x0f0f0f0f, high = (vi)((vu)codes >> 4) & 0x0f0f0f0f;
-        __builtin_memcpy(to + v * W * 4, &low, sizeof low);
-        __builtin_memcpy(to + 64 + v * W * 4, &high, sizeof high);
-      }
-    }
+    const ptrdiff_t lines = div_up(inputs, 8);
+    unpack_lines(w, lines, to);
+    w += lines * 64;
+    to += lines * 128;
   }
 }
