@@ -1,5 +1,7 @@
 """Rounding a matrix to integer codes: which scale, which minimum, and then which codes.
 
+The compiled core does it where there is one (csrc/fit.h), NumPy elsewhere, with the same codes and scales: both sum a
+group from its first weight to its last and round every operation.
 N outputs, K inputs of a matrix; M groups of g weights, all rows' groups in one list.
 """
 
@@ -41,53 +43,115 @@ def quantize_matrix(w: Any, format: str, importance: Any = None, scales: str = "
             f"scales={scales!r}: known: {', '.join(SCALES[:2])}, and ggml for {', '.join(GGUF)}; format is {format!r}"
         )
     array, weight = _matrix(w), _importance(importance, np.shape(w))
-    n, k = array.shape
-    if scales == "ggml" and k % 32:
-        raise ValueError(f"rows of {k} weights are not whole blocks of 32, which ggml's rounding needs")
-    groups = n_groups(form.name, k)
-    width = form.group or max(k, 1)
-    codes = np.empty((n, groups * width), code_dtype(form.name))
-    scale = np.zeros((n, groups), np.float16 if form.group else np.float32)
-    minimum = np.zeros_like(scale) if has_minimum(form.name) else None
-    for rows, w_MG, weight_MG in _chunks(array, weight, groups, width):
+    if scales == "ggml" and array.shape[1] % 32:
+        raise ValueError(f"rows of {array.shape[1]} weights are not whole blocks of 32, which ggml's rounding needs")
+    found = None
+    if scales != "ggml":
+        found = _compiled(array, form.name, weight, scales == "search")
+    return found or _in_numpy(array, form.name, weight, scales)
+
+
+def fit_groups(w: Array, format: str, weight: Array) -> tuple[Array, Array | None]:
+    """(scale [M], minimum [M] or None), as they are stored, of groups w [M, g] float32, g at most the format's group.
+
+    weight  [g]: how much each weight's squared error counts. Raises ValueError if a scale does not fit in float16.
+    """
+    if w.shape[1] > stored.get(format).group:
+        raise ValueError(f"groups of {w.shape[1]} weights, expected at most {stored.get(format).group}")
+    q = _compiled(w, format, weight, True) or _in_numpy(w, format, weight, "search")
+    return q.scale[:, 0], None if q.minimum is None else q.minimum[:, 0]
+
+
+class _Search:
+    """The codes of a format, and the scales that are tried.
+
+    The first is a group's range / plain; then range / step for each of `steps`, refined by least squares, and the best
+    one so far refined `again` times. The range is max - min with a minimum, else max|w|, with its sign for q4_0.
+    """
+
+    def __init__(self, format: str, width: int, search: bool) -> None:
+        self.format, self.minimum, self.signed = format, has_minimum(format), format == "q4_0"
+        self.low, self.high = (-8, 7) if self.signed else (0, 15) if self.minimum else (-127, 127)
+        self.plain = -8.0 if self.signed else float(self.high)
+        self.steps, self.again = np.zeros(0, np.float32), 0
+        if search and self.minimum:
+            top = 17.6 if width > 64 else 16.8  # long groups gain from cutting off their extremes
+            self.steps, self.again = np.arange(14.2, top, 0.4, dtype=np.float32), 2
+        elif search:
+            eights = [*(-d for d in np.arange(6.8, 9.3, 0.2)), 7.0, 7.4, 7.8]
+            steps = eights if self.signed else [126.4, 126.7, 127.0, 127.3, 127.6]
+            self.steps, self.again = np.asarray(steps, np.float32), 1
+
+
+def _empty(format: str, n: int, k: int) -> tuple[Array, Array, Array | None]:
+    """Codes [N, K], scales [N, G] and minima or None, not filled in."""
+    scale = np.zeros((n, n_groups(format, k)), np.float16 if stored.get(format).group else np.float32)
+    return np.empty((n, k), code_dtype(format)), scale, np.zeros_like(scale) if has_minimum(format) else None
+
+
+def _compiled(w: Array, format: str, weight: Array | None, search: bool) -> Quantized | None:
+    """By the compiled core; None where there is none, or where a scale cannot be stored: NumPy's way says which."""
+    from ..kernels import cpu  # brings torch
+
+    if cpu.available() is not None:
+        return None
+    n, k = w.shape
+    rows = np.ascontiguousarray(w, np.float32)
+    weights = np.ones(k, np.float32) if weight is None else np.ascontiguousarray(weight, np.float32)
+    codes, scale, minimum = _empty(format, n, k)
+    width = stored.get(format).group or max(k, 1)
+    how = _Search(format, width, search)
+    cpu.search_scales(
+        rows, width, weights, (how.low, how.high, offset(format), how.signed, how.plain), how.steps, how.again,
+        codes, scale, minimum,
+    )  # fmt: skip
+    if not np.isfinite(scale).all() or (minimum is not None and not np.isfinite(minimum).all()):
+        return None
+    return Quantized(format=format, codes=codes, scale=scale, minimum=minimum)
+
+
+def _in_numpy(w: Array, format: str, weight: Array | None, scales: str) -> Quantized:
+    n, k = w.shape
+    codes, scale, minimum = _empty(format, n, k)
+    groups, width = scale.shape[1], stored.get(format).group or max(k, 1)
+    how = _Search(format, width, scales == "search")
+    for rows, w_MG, weight_MG in _chunks(w, weight, groups, width):
         try:
-            if scales == "ggml":
-                found = reference(w_MG, form.name)
-            else:
-                found = fit_groups(w_MG, form.name, weight_MG, search=scales == "search")
+            found = reference(w_MG, format) if scales == "ggml" else _fit(w_MG, how, weight_MG)
         except TooLargeError as error:
             row, group = divmod(error.index, groups)
             first = group * width
             raise ValueError(
                 f"row {rows.start + row}, inputs {first} to {min(first + width, k) - 1}: {error}"
             ) from None
-        codes[rows], scale[rows] = found[0].reshape(-1, groups * width), found[1].reshape(-1, groups)
+        codes[rows], scale[rows] = found[0].reshape(-1, groups * width)[:, :k], found[1].reshape(-1, groups)
         if minimum is not None and found[2] is not None:
             minimum[rows] = found[2].reshape(-1, groups)
-    return Quantized(format=form.name, codes=np.ascontiguousarray(codes[:, :k]), scale=scale, minimum=minimum)
+    return Quantized(format=format, codes=codes, scale=scale, minimum=minimum)
 
 
-def fit_groups(w: Array, format: str, weight: Array, search: bool = True) -> tuple[Array, Array, Array | None]:
-    """(codes [M, g], scale [M], minimum [M] or None) of groups w [M, g] float32, squared errors weighted by `weight`.
-
-    The scale and minimum are as they are stored. Raises ValueError if one does not fit in float16.
-    """
-    best = _Best(w, format, weight)
-    if has_minimum(format):
-        _fit_affine(best, search)
+def _fit(w: Array, how: _Search, weight: Array) -> tuple[Array, Array, Array | None]:
+    """(codes [M, g], scale [M], minimum [M] or None) of groups w [M, g] float32, weighted by `weight` [M, g]."""
+    best = _Best(w, how, weight)
+    if how.minimum:
+        _fit_affine(best, how)
     else:
-        _fit_symmetric(best, search)
-    return best.codes + offset(format) if offset(format) else best.codes, best.scale, best.minimum
+        _fit_symmetric(best, how)
+    return best.codes + offset(how.format) if offset(how.format) else best.codes, best.scale, best.minimum
+
+
+def _sum(of: Array) -> Array:
+    """[M, g] -> [M], from the first to the last: np.sum's order depends on the layout."""
+    return np.add.accumulate(of, axis=1)[:, -1]
 
 
 class _Best:
     """The best scale, minimum and codes so far of each group; codes are those without offset."""
 
-    def __init__(self, w: Array, format: str, weight: Array) -> None:
-        self.w, self.weight = w, np.broadcast_to(weight, w.shape)
-        self.low, self.high = {"q4_0": (-8, 7)}.get(format, (0, 15) if has_minimum(format) else (-127, 127))
-        self._dtype: Any = np.float16 if stored.get(format).group else np.float32
-        self._code_dtype = np.int8 if offset(format) else code_dtype(format)
+    def __init__(self, w: Array, how: _Search, weight: Array) -> None:
+        self.w, self.weight, self.low, self.high = w, weight, how.low, how.high
+        self._dtype: Any = np.float16 if stored.get(how.format).group else np.float32
+        self._code_dtype = np.int8 if offset(how.format) else code_dtype(how.format)
         self.minimum: Array | None = None
 
     def begin(self, scale: Array, minimum: Array | None) -> None:
@@ -135,44 +199,38 @@ class _Best:
             if low is not None:
                 off += low.astype(np.float32)[:, None]
             off -= self.w
-            error = np.einsum("mg,mg,mg->m", off, off, self.weight)
+            error = _sum(off * off * self.weight)
         return rounded, low, codes, error
 
 
-def _fit_symmetric(best: _Best, search: bool) -> None:
-    w, weight = best.w, best.weight
-    at = np.abs(w).argmax(axis=1)[:, None]
-    peak = np.take_along_axis(w, at, axis=1)[:, 0]  # the largest in size, with its sign
-    four = best.high == 7
-    best.begin(peak / np.float32(-8) if four else np.abs(peak) / np.float32(127), None)
-    if not search:
-        return
-    steps = [-d for d in np.arange(6.8, 9.3, 0.2)] + [7.0, 7.4, 7.8] if four else [126.4, 126.7, 127.0, 127.3, 127.6]
-    for step in steps:
-        _refine_symmetric(best, weight, peak / np.float32(step) if four else np.abs(peak) / np.float32(step))
-    _refine_symmetric(best, weight, best.scale.astype(np.float32))
+def _fit_symmetric(best: _Best, how: _Search) -> None:
+    at = np.abs(best.w).argmax(axis=1)[:, None]
+    peak = np.take_along_axis(best.w, at, axis=1)[:, 0]  # the largest in size
+    peak = peak if how.signed else np.abs(peak)
+    best.begin(peak / np.float32(how.plain), None)
+    for step in how.steps:
+        _refine_symmetric(best, peak / step)
+    for _ in range(how.again):
+        _refine_symmetric(best, best.scale.astype(np.float32))
 
 
-def _refine_symmetric(best: _Best, weight: Array, scale: Array) -> None:
+def _refine_symmetric(best: _Best, scale: Array) -> None:
     """Offer the scale that suits the codes of `scale` best: sum(w q) / sum(q q)."""
     q = best.pick(scale, None)
     with np.errstate(all="ignore"):
-        fitted = np.einsum("mg,mg,mg->m", best.w, q, weight) / np.einsum("mg,mg,mg->m", q, q, weight)
+        fitted = _sum(best.w * q * best.weight) / _sum(q * q * best.weight)
     best.offer(np.where(np.isfinite(fitted), fitted, scale), None)
 
 
-def _fit_affine(best: _Best, search: bool) -> None:
+def _fit_affine(best: _Best, how: _Search) -> None:
     low, high = best.w.min(axis=1), best.w.max(axis=1)
     with np.errstate(over="ignore"):
         span = high - low
-    best.begin(span / np.float32(15), low)
-    if not search:
-        return
-    top = 17.6 if best.w.shape[1] > 64 else 16.8  # long groups gain from cutting off their extremes
-    for steps in np.arange(14.2, top, 0.4, dtype=np.float32):
-        scale = span / steps
-        _refine_affine(best, scale, low + (span - 15 * scale) / 2)
-    for _ in range(2):
+    best.begin(span / np.float32(how.plain), low)
+    for step in how.steps:
+        scale = span / step
+        _refine_affine(best, scale, low + (span - how.high * scale) / 2)
+    for _ in range(how.again):
         assert best.minimum is not None
         _refine_affine(best, best.scale.astype(np.float32), best.minimum.astype(np.float32))
 
@@ -183,9 +241,8 @@ def _refine_affine(best: _Best, scale: Array, minimum: Array) -> None:
     with np.errstate(all="ignore"):
         shifted = best.w - minimum[:, None]  # small numbers: a common offset would cancel badly
         weighted = best.weight * q
-        n, s_q, s_qq = best.weight.sum(1), weighted.sum(1), np.einsum("mg,mg->m", weighted, q)
-        s_w = np.einsum("mg,mg->m", best.weight, shifted)
-        s_wq = np.einsum("mg,mg->m", weighted, shifted)
+        n, s_q, s_qq = _sum(best.weight), _sum(weighted), _sum(weighted * q)
+        s_w, s_wq = _sum(best.weight * shifted), _sum(weighted * shifted)
         fitted = (n * s_wq - s_q * s_w) / (n * s_qq - s_q * s_q)
         new = best._stored(minimum + (s_w - fitted * s_q) / n)
         assert new is not None

@@ -104,6 +104,24 @@ def attempt(x: Tensor, weights: Weights) -> Tensor | str:
     return y
 
 
+def search_scales(
+    w: Any, group: int, weight: Any, codes_are: tuple[int, int, int, bool, float], steps: Any, again: int,
+    codes: Any, scale: Any, minimum: Any,
+) -> None:  # fmt: skip
+    """`formats.quantize_matrix` by the C++ core, into codes [N, K], scale and minimum (or None) [N, G].
+
+    w [N, K] float32, weight [K] and the results: contiguous NumPy arrays.  codes_are  (lowest, highest, what is added,
+    whether scales have signs, the first scale's divisor). A first scale or minimum that cannot be stored is infinite.
+    The same bits from every instruction set.
+    """
+    low, high, added, signed, plain = codes_are
+    _cpu.fit(
+        _ISA_IDS[isa()], torch.get_num_threads(), w.ctypes.data, w.shape[1], *w.shape, group, weight.ctypes.data,
+        low, high, added, signed, scale.dtype.itemsize == 2, plain, steps.tolist(), again,
+        codes.ctypes.data, scale.ctypes.data, 0 if minimum is None else minimum.ctypes.data,
+    )  # fmt: skip
+
+
 def prepare(x: Tensor, weights: Weights) -> Any | None:
     """`forward` with these weights' memory bound, for `run_plan` with a contiguous x of the same dtype; None if it
     cannot run.

@@ -18,6 +18,7 @@
 
 #include "bound.h"
 #include "core.h"
+#include "fit.h"
 #include "packed.h"
 #include "quick.h"
 
@@ -177,6 +178,34 @@ void activation(int isa, uintptr_t src, uintptr_t dst, ptrdiff_t n, int act, con
   checked(isa).kernels->activation(act_id(act), values, pointer<const float>(src), pointer<float>(dst), n);
 }
 
+void fit(int isa, int threads, uintptr_t w, ptrdiff_t stride, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group,
+         uintptr_t weight, float low, float high, int offset, bool is_signed, bool half, float plain,
+         const std::vector<float>& steps, int again, uintptr_t codes, uintptr_t scale, uintptr_t minimum) {
+  fanfold::Fit c;
+  c.threads = threads;
+  c.w = pointer<const float>(w);
+  c.stride = stride;
+  c.n = n;
+  c.k = k;
+  c.group = group;
+  c.weight = pointer<const float>(weight);
+  c.low = low;
+  c.high = high;
+  c.offset = offset;
+  c.is_signed = is_signed;
+  c.half = half;
+  c.plain = plain;
+  c.steps = steps.data();
+  c.n_steps = static_cast<ptrdiff_t>(steps.size());
+  c.again = again;
+  c.codes = pointer<uint8_t>(codes);
+  c.scale = pointer<void>(scale);
+  c.minimum = pointer<void>(minimum);
+  const fanfold::FitKernels& kernels = *checked(isa).fit;
+  const nb::gil_scoped_release release;
+  fanfold::fit(kernels, c);
+}
+
 using RowsAt = std::tuple<uintptr_t, ptrdiff_t>;  // address and stride; address 0: absent
 
 fanfold::Rows rows(const RowsAt& at) { return {pointer<void>(std::get<0>(at)), std::get<1>(at)}; }
@@ -229,6 +258,7 @@ NB_MODULE(_cpu, m) {
   m.def("repeat", &repeat);
   m.def("activation", &activation);
   m.def("middle", &middle);
+  m.def("fit", &fit);
   m.def("use_large_pages", &use_large_pages);
   m.def("peak", &peak, "Operations per second that this CPU reaches with an arithmetic; 0 without a unit for it.");
 }

@@ -6,6 +6,7 @@
 #include <unistd.h>
 #endif
 
+#include "fit.h"
 #include "packed.h"
 #include "workspace.h"
 
@@ -13,9 +14,11 @@ namespace fanfold {
 
 extern const Kernels kKernelsScalar;
 extern const PackedKernels kPackedScalar;
+extern const FitKernels kFitScalar;
 #ifdef FANFOLD_X86
 extern const Kernels kKernelsAvx2, kKernelsAvx512;
 extern const PackedKernels kPackedAvx2, kPackedAvxVnni, kPackedAvx512, kPackedAvx512Vnni, kPackedAvx512Bf16, kPackedAmx;
+extern const FitKernels kFitAvx2, kFitAvx512;
 #endif
 
 namespace {
@@ -60,15 +63,15 @@ struct Entry {
 
 // Best last.
 const Entry kIsas[] = {
-    {{"scalar", &kKernelsScalar, &kPackedScalar}, always},
+    {{"scalar", &kKernelsScalar, &kPackedScalar, &kFitScalar}, always},
 #ifdef FANFOLD_X86
-    {{"avx2", &kKernelsAvx2, &kPackedAvx2}, has_avx2},
-    {{"avxvnni", &kKernelsAvx2, &kPackedAvxVnni}, has_avx_vnni},
-    {{"avx512", &kKernelsAvx512, &kPackedAvx512}, has_avx512},
-    {{"avx512bf16", &kKernelsAvx512, &kPackedAvx512Bf16}, has_slow_avx512_bf16},
-    {{"avx512vnni", &kKernelsAvx512, &kPackedAvx512Vnni}, has_avx512_vnni},
-    {{"avx512bf16", &kKernelsAvx512, &kPackedAvx512Bf16}, has_fast_avx512_bf16},
-    {{"amx", &kKernelsAvx512, &kPackedAmx}, has_amx},
+    {{"avx2", &kKernelsAvx2, &kPackedAvx2, &kFitAvx2}, has_avx2},
+    {{"avxvnni", &kKernelsAvx2, &kPackedAvxVnni, &kFitAvx2}, has_avx_vnni},
+    {{"avx512", &kKernelsAvx512, &kPackedAvx512, &kFitAvx512}, has_avx512},
+    {{"avx512bf16", &kKernelsAvx512, &kPackedAvx512Bf16, &kFitAvx512}, has_slow_avx512_bf16},
+    {{"avx512vnni", &kKernelsAvx512, &kPackedAvx512Vnni, &kFitAvx512}, has_avx512_vnni},
+    {{"avx512bf16", &kKernelsAvx512, &kPackedAvx512Bf16, &kFitAvx512}, has_fast_avx512_bf16},
+    {{"amx", &kKernelsAvx512, &kPackedAmx, &kFitAvx512}, has_amx},
 #endif
 };
 

@@ -92,11 +92,13 @@ struct Kernels {
 };
 
 struct PackedKernels;  // packed.h
+struct FitKernels;     // fit.h
 
 struct Isa {
   const char* name;
   const Kernels* kernels;
   const PackedKernels* packed;
+  const FitKernels* fit;
 };
 
 // Instruction sets of this build by number, 0 … isa_count() - 1, best last; nullptr where the CPU lacks one.
