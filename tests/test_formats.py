@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fanfold import formats
 from fanfold.count import formats as stored
+from fanfold.formats import fit
+from fanfold.kernels import cpu
 from fanfold.kernels.packed import PackedMatrix
 from fanfold.numerics import UNIT_ROUNDOFF
 
@@ -20,6 +25,16 @@ GROUPED = [f for f in formats.INTEGER if stored.get(f).group]
 TINY = float(np.finfo(np.float16).smallest_subnormal)  # 2^-24
 # (rows, inputs): whole groups, a short last group, one input, one more and one less than a group
 SHAPES = [(3, 256), (2, 200), (5, 1), (1, 33), (4, 127), (2, 576)]
+
+
+@contextmanager
+def _threads(n: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _weights(shape: tuple[int, int], kind: str, seed: int = 0) -> Array:
@@ -71,6 +86,69 @@ def test_search_is_never_worse_than_plain_anywhere(format, kind, n, k, seed):
     importance = np.random.default_rng(seed).random(k).astype(np.float32) ** 4
     assert not _worse(w, formats.quantize_matrix(w, format))
     assert not _worse(w, formats.quantize_matrix(w, format, importance), importance.astype(np.float64))
+
+
+def _same(a: formats.Quantized, b: formats.Quantized) -> bool:
+    """Codes, scales and minima alike, but for the sign of a zero."""
+    tables = [(a.codes, b.codes), (a.scale, b.scale)] + ([] if a.minimum is None else [(a.minimum, b.minimum)])
+    return all(one.dtype == other.dtype and np.array_equal(one, other) for one, other in tables)
+
+
+@pytest.mark.parametrize("isa", cpu.isas())
+@pytest.mark.parametrize("format", formats.INTEGER)
+@pytest.mark.parametrize("shape", [*SHAPES, (37, 127), (16, 64), (33, 257)])
+def test_compiled_and_numpy_agree_bit_by_bit(isa, format, shape, monkeypatch):
+    """On every instruction set and number of threads, rows that fill no vector too."""
+    monkeypatch.setenv("FANFOLD_ISA", isa)
+    for seed, kind in enumerate(["normal", "tails", "shifted", "sparse", "tiny", "steps"]):
+        w = _weights(shape, kind, seed) * np.float32(1e-38 if seed == 2 else 1)  # subnormal numbers once
+        w[0, 0] = 0
+        importance = None if seed % 2 else np.random.default_rng(seed).random(shape[1]).astype(np.float32) ** 4
+        for scales in ("search", "plain"):
+            with _threads(1 + seed % 3):
+                made = fit._compiled(w, format, importance, scales == "search")
+            assert made is not None
+            assert _same(made, fit._in_numpy(w, format, importance, scales)), (kind, scales)
+            assert _same(made, formats.quantize_matrix(w, format, importance, scales))
+
+
+@pytest.mark.parametrize("format", formats.INTEGER)
+def test_that_agreement_is_of_every_step_of_the_search(format, monkeypatch):
+    """Mutants: NumPy's way with a refinement less, with every other scale, with sums from the last weight to the first."""
+    w = _weights((64, 256), "normal")
+    made = formats.quantize_matrix(w, format)
+    search = fit._Search
+
+    def changed(**fields: Any) -> Any:
+        def make(*args: Any) -> Any:
+            how = search(*args)
+            for name, change in fields.items():
+                setattr(how, name, change(getattr(how, name)))
+            return how
+
+        return make
+
+    for mutant in (changed(again=lambda n: n - 1), changed(steps=lambda s: s[::2])):
+        with monkeypatch.context() as patch:
+            patch.setattr(fit, "_Search", mutant)
+            assert not _same(made, fit._in_numpy(w, format, None, "search"))
+    monkeypatch.setattr(fit, "_sum", lambda of: np.add.accumulate(of[:, ::-1], axis=1)[:, -1])
+    if format == "int8":  # float16 hides most of such roundings
+        assert not _same(made, fit._in_numpy(w, format, None, "search"))
+
+
+def test_rows_that_are_not_contiguous(format="int4_g32"):
+    w = _weights((20, 128), "normal")
+    assert _same(formats.quantize_matrix(np.asfortranarray(w), format), formats.quantize_matrix(w, format))
+    assert _same(formats.quantize_matrix(w[::2, 32:], format), formats.quantize_matrix(w[::2, 32:].copy(), format))
+
+
+def test_without_kernels_numpy_rounds(monkeypatch):
+    w = _weights((20, 128), "normal")
+    made = formats.quantize_matrix(w, "int4_g32")
+    monkeypatch.setenv("FANFOLD_ISA", "none such")
+    assert fit._compiled(w, "int4_g32", None, True) is None
+    assert _same(formats.quantize_matrix(w, "int4_g32"), made)
 
 
 @pytest.mark.parametrize("format", formats.INTEGER)

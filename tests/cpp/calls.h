@@ -125,3 +125,55 @@ Output output_of(const AnyKernels& kernels, AnyCall c, int threads, int garbage)
   go(kernels, c, workspace.data());
   return y;
 }
+
+// A search for scales, and what it finds.
+struct FitResult {
+  Buffer codes, scale, minimum;
+
+  bool same(const FitResult& other) const {
+    return memcmp(codes.data(), other.codes.data(), codes.size()) == 0 &&
+           memcmp(scale.data(), other.scale.data(), scale.size()) == 0 &&
+           memcmp(minimum.data(), other.minimum.data(), minimum.size()) == 0;
+  }
+};
+
+struct FitCase {
+  Buffer w, weight;
+  fanfold::Fit call;
+
+  FitResult run(const fanfold::FitKernels& kernels, int threads) {
+    const size_t groups = static_cast<size_t>((call.k + call.group - 1) / call.group * call.n);
+    FitResult r{Buffer(static_cast<size_t>(call.n * call.k), 1), Buffer(groups * (call.half ? 2 : 4), 4),
+                Buffer(groups * (call.half ? 2 : 4), 4)};
+    r.minimum.fill(0);
+    call.threads = threads;
+    call.codes = r.codes.data();
+    call.scale = r.scale.data();
+    call.minimum = call.is_signed ? nullptr : r.minimum.data();
+    fanfold::fit(kernels, call);
+    return r;
+  }
+};
+
+inline FitCase fit_case(ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, bool minimum, ptrdiff_t gap) {
+  static constexpr float kSteps[] = {-8.4f, 7.2f};
+  FitCase f{numbers(n, k, k + gap, fanfold::kFloat32), numbers(1, k, k, fanfold::kFloat32), {}};
+  for (ptrdiff_t i = 0; i < k; ++i) f.weight.as<float>()[i] = std::fabs(f.weight.as<float>()[i]);
+  fanfold::Fit& c = f.call;
+  c.w = f.w.as<float>();
+  c.stride = k + gap;
+  c.n = n;
+  c.k = k;
+  c.group = group;
+  c.weight = f.weight.as<float>();
+  c.low = minimum ? 0.0f : -8.0f;
+  c.high = minimum ? 15.0f : 7.0f;
+  c.offset = minimum ? 0 : 8;
+  c.is_signed = !minimum;
+  c.half = group != k;
+  c.plain = minimum ? 15.0f : -8.0f;
+  c.steps = kSteps;
+  c.n_steps = 2;
+  c.again = 2;
+  return f;
+}

@@ -197,6 +197,22 @@ void middles(const fanfold::Isa& isa) {
   }
 }
 
+// The search for scales: rows that fill no vector, a short last group, numbers of any size; one thread and three agree.
+void fits(const fanfold::Isa& isa) {
+  for (const ptrdiff_t n : {1, 5, 16, 37}) {
+    for (const ptrdiff_t k : {1, 31, 64, 300}) {
+      for (const ptrdiff_t group : {ptrdiff_t{32}, ptrdiff_t{128}, k}) {
+        snprintf(current_case, sizeof current_case, "fit %s n %td k %td group %td", isa.name, n, k, group);
+        FitCase f = fit_case(n, k, group, cases % 2 == 0, cases % 3);
+        put_number(f.w.data(), fanfold::kFloat32, cases % 5 == 0 ? 1e-45f : cases % 7 == 0 ? FLT_MAX : 0.0f);
+        const FitResult one = f.run(*isa.fit, 1), more = f.run(*isa.fit, 3);
+        if (!one.same(more)) wrong("codes or scales depend on the number of threads");
+        ++cases;
+      }
+    }
+  }
+}
+
 void drive(const fanfold::Isa& isa, const std::string& part) {
   if (part == "all" || part == "packed") {
     for (int i = 0; i < kModes; ++i) {
@@ -214,6 +230,7 @@ void drive(const fanfold::Isa& isa, const std::string& part) {
     odd_values(isa);
     activations(isa);
     middles(isa);
+    fits(isa);
   }
   printf("%s: %d cases\n", isa.name, cases);
 }

@@ -110,6 +110,13 @@ void middle(const fanfold::Isa& isa) {
   }
 }
 
+// Codes of the same row come from one thread, but bytes of neighbouring rows lie side by side.
+void fits(const fanfold::Isa& isa) {
+  snprintf(current_case, sizeof current_case, "fit %s", isa.name);
+  for (const bool minimum : {false, true}) fit_case(70, 45, 32, minimum, 1).run(*isa.fit, 4);
+  cases += 2;
+}
+
 void drive(const fanfold::Isa& isa) {
   constexpr DType kTypes[] = {fanfold::kFloat32, fanfold::kBFloat16};
   for (int i = 0; i < kModes; ++i) {
@@ -120,6 +127,7 @@ void drive(const fanfold::Isa& isa) {
   }
   not_finite(isa);
   middle(isa);
+  fits(isa);
   printf("%s: %d cases\n", isa.name, cases);
 }
 

@@ -9,6 +9,7 @@
 
 #include "buffer.h"
 #include "core.h"
+#include "fit.h"
 #include "packed.h"
 
 using fanfold::DType;

@@ -14,14 +14,14 @@ struct Fit {
   const float* w = nullptr;  // finite; row i at w + i * stride
   ptrdiff_t stride = 0;
   ptrdiff_t n = 0, k = 0;
-  ptrdiff_t group = 0;              // inputs of a group; the last of a row may have fewer
-  const float* weight = nullptr;    // [k]: what an input's squared error counts
-  float low = 0, high = 0;          // codes without offset
-  int offset = 0;                   // added to a code as stored
-  bool is_signed = false;           // scales may be negative
-  bool half = false;                // scales and minima are float16, else float32
-  float plain = 1;                  // of the first scale
-  const float* steps = nullptr;     // [n_steps]
+  ptrdiff_t group = 0;            // inputs of a group; the last of a row may have fewer
+  const float* weight = nullptr;  // [k]: what an input's squared error counts
+  float low = 0, high = 0;        // codes without offset
+  int offset = 0;                 // added to a code as stored
+  bool is_signed = false;         // scales may be negative
+  bool half = false;              // scales and minima are float16, else float32
+  float plain = 1;                // of the first scale
+  const float* steps = nullptr;   // [n_steps]
   ptrdiff_t n_steps = 0;
   int again = 0;
   uint8_t* codes = nullptr;  // [n, k]
