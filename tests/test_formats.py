@@ -114,7 +114,7 @@ def test_compiled_and_numpy_agree_bit_by_bit(isa, format, shape, monkeypatch):
 
 @pytest.mark.parametrize("format", formats.INTEGER)
 def test_that_agreement_is_of_every_step_of_the_search(format, monkeypatch):
-    """Mutants: NumPy's way with a refinement less, with every other scale, with sums from the last weight to the first."""
+    """Mutants: NumPy's way with a refinement less, with every other scale, with sums from the last weight on."""
     w = _weights((64, 256), "normal")
     made = formats.quantize_matrix(w, format)
     search = fit._Search
@@ -137,7 +137,8 @@ def test_that_agreement_is_of_every_step_of_the_search(format, monkeypatch):
         assert not _same(made, fit._in_numpy(w, format, None, "search"))
 
 
-def test_rows_that_are_not_contiguous(format="int4_g32"):
+def test_rows_that_are_not_contiguous():
+    format = "int4_g32"
     w = _weights((20, 128), "normal")
     assert _same(formats.quantize_matrix(np.asfortranarray(w), format), formats.quantize_matrix(w, format))
     assert _same(formats.quantize_matrix(w[::2, 32:], format), formats.quantize_matrix(w[::2, 32:].copy(), format))
