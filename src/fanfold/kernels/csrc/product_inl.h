@@ -173,6 +173,14 @@ static void span_product(const Packed& m, const uint8_t* column, const uint8_t* 
   const bool ahead = groups == 1 && direct;
   const ptrdiff_t share = bytes / groups, table = k0 / m.activation_group;
   Hint hint = {0, share / lines, m.column_bytes};
+  if (ahead && ints) {
+    hint.step = 64;
+    hint.header = header_bytes(m, m.block);
+    const ptrdiff_t block_bytes = hint.header + m.block * kLanes * m.bits / 8;
+    const ptrdiff_t before = imax(div_up(bytes - kAheadBytes, block_bytes), 0);  // blocks
+    hint.turn = before * m.block;
+    hint.then = (uintptr_t)next + (uintptr_t)(before * block_bytes + kAheadBytes - bytes);
+  }
   IntTile tile = {};
   if (ints) {
     for (int r = 0; r < R; ++r) tile.columns[r] = at[r];

@@ -5,6 +5,11 @@
 struct Hint {
   uintptr_t at;
   ptrdiff_t step, pitch;
+  // Of integer tiles only: bytes before each block's lines, asked for as well, and the input, the first of a block, from
+  // which on it goes on at `then`, because what lies behind the column has been read already. 4 bits: 0.91-0.94 of the
+  // time at 1 to 4 tokens; float tiles gained nothing.
+  ptrdiff_t header = 0, turn = -1;
+  uintptr_t then = 0;
 };
 
 // ---- float tiles ----
@@ -233,6 +238,10 @@ __attribute__((noinline)) static void int_tile(const IntTile& tile) {
     const uint8_t* scales[R];
     const ptrdiff_t header =
         S == kByRow || inputs == tile.block ? tile.header : round_up(groups * (S == kByGroup ? 32 : 64), 64);
+    if (k0 == hint.turn) hint.at = hint.then;
+    for (ptrdiff_t i = 0; i < hint.header; i += 64, hint.at += 64) {
+      for (int r = 0; r < R; ++r) __builtin_prefetch((const void*)(hint.at + (uintptr_t)(r * hint.pitch)), 0, 3);
+    }
 #pragma GCC unroll 2
     for (int r = 0; r < R; ++r) {
       scales[r] = w[r];
