@@ -5,9 +5,9 @@
 struct Hint {
   uintptr_t at;
   ptrdiff_t step, pitch;
-  // Of integer tiles only: bytes before each block's lines, asked for as well, and the input, the first of a block, from
-  // which on it goes on at `then`, because what lies behind the column has been read already. 4 bits: 0.91-0.94 of the
-  // time at 1 to 4 tokens; float tiles gained nothing.
+  // Of integer tiles only: bytes before each block's lines, asked for as well, and the input, the first of a block,
+  // from which on it goes on at `then`, because what lies behind the column has been read already. 4 bits: 0.91-0.94 of
+  // the time at 1 to 4 tokens; float tiles gained nothing.
   ptrdiff_t header = 0, turn = -1;
   uintptr_t then = 0;
 };
