@@ -3,10 +3,13 @@
     python bench/train.py                       # 768x2048, 768x3072, 2048x5632; 2048 tokens; every dtype
     python bench/train.py --quick               # one small shape, to see that it works
     python bench/train.py --shape 768x2048 --dtype fp32 --threads 2 --json
+    python bench/train.py --save all --rounds 41   # eager, torch.compile and one `save`: who is faster?
 
 Every contender's gradients are held to float64 first (64 tokens). A round runs each contender once, in an order that
 turns; the ratio is the median over the rounds of its time over eager's in the same round, so that a machine that slows
-down or is shared hits all alike. Peak bytes are those of PyTorch's allocator in one step, beyond x, the parameters and
+down or is shared hits all alike. Beside it the same over torch.compile's, with the 95 % interval of that median (from
+the order of the rounds' ratios, whatever their distribution): below 1 is faster, above slower, around 1 not separated
+by so many rounds. Peak bytes are those of PyTorch's allocator in one step, beyond x, the parameters and
 the gradient of y; the gradients of the parameters are in it, the scratch memory of MKL is not. "Within" is what remains
 of them without y and the gradients of x and of the parameters, which every way has to return: what this FFN keeps and
 works in.
@@ -16,9 +19,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,11 +58,11 @@ def make(spec: Spec, kind: str, save: str) -> FeedForward:
     return FeedForward(spec, save=save, dtype=DTYPES[kind])
 
 
-def contenders(spec: Spec, kind: str, compiled: bool) -> dict[str, nn.Module]:
+def contenders(spec: Spec, kind: str, compiled: bool, saves: Sequence[str] = counted.SAVES) -> dict[str, nn.Module]:
     out: dict[str, Any] = {"eager": Plain(make(spec, kind, "all"))}
     if compiled:
         out["compile"] = torch.compile(Plain(make(spec, kind, "all")))
-    return out | {save: make(spec, kind, save) for save in counted.SAVES}
+    return out | {save: make(spec, kind, save) for save in saves}
 
 
 def step(module: nn.Module, x: Tensor, grad_y: Tensor, kind: str) -> None:
@@ -120,10 +125,24 @@ def measured(modules: dict[str, nn.Module], spec: Spec, kind: str, tokens: int, 
     return times
 
 
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """(median, low, high): the interval between two of the values that holds the true median so surely, or more.
+
+    Each value is above the true median with probability 1/2, so how many are is binomial. Below 6 values 95 % cannot
+    be had: the least and the largest are given.
+    """
+    ordered, n = sorted(values), len(values)
+    left_out, tail = 0, 0.5**n  # tail: the probability that at most `left_out` values are on one side
+    while left_out + 1 < n / 2 and 2 * (tail + math.comb(n, left_out + 1) * 0.5**n) <= 1 - confidence:
+        left_out += 1
+        tail += math.comb(n, left_out) * 0.5**n
+    return statistics.median(ordered), ordered[left_out], ordered[n - 1 - left_out]
+
+
 def one(shape: tuple[int, int], kind: str, args: argparse.Namespace) -> dict[str, Any]:
     """Check, measure and count one shape in one dtype; a dict for each contender."""
     spec = Spec.parse(args.ffn, d_model=shape[0], d_ff=shape[1])
-    modules = contenders(spec, kind, not args.no_compile)
+    modules = contenders(spec, kind, not args.no_compile, args.save or counted.SAVES)
     wrong = check(modules, spec, kind, min(CHECKED, args.tokens))
     times = measured(modules, spec, kind, args.tokens, args.rounds)
     x, grad_y = inputs(spec, kind, args.tokens)
@@ -132,6 +151,9 @@ def one(shape: tuple[int, int], kind: str, args: argparse.Namespace) -> dict[str
     for name, module in modules.items():
         seconds = Spread.of(times[name])
         ratio = Spread.of([own / eager for own, eager in zip(times[name], times["eager"])])
+        over = None
+        if "compile" in times and name != "compile":
+            over = median_interval([own / other for own, other in zip(times[name], times["compile"])])
         module.zero_grad(set_to_none=True)
         x.grad = None
         known = {"eager": "autograd"}.get(name, name)
@@ -141,7 +163,7 @@ def one(shape: tuple[int, int], kind: str, args: argparse.Namespace) -> dict[str
         rows.append(
             {
                 "contender": name, "least_s": min(times[name]), "median_s": seconds.median, "ratio": ratio.median,
-                "ratio_p20": ratio.p20, "ratio_p80": ratio.p80,
+                "ratio_p20": ratio.p20, "ratio_p80": ratio.p80, "over_compile": over,
                 "ratio_of_least": min(times[name]) / min(times["eager"]),
                 "ratio_allowed": (flops + again) / flops, "kept_bytes_predicted": kept,
                 "peak_bytes": peak_bytes(lambda m=module: step(m, x, grad_y, kind)),
@@ -159,6 +181,7 @@ def show(result: dict[str, Any]) -> None:
         [
             row["contender"], f"{1e3 * row['least_s']:.2f}", f"{1e3 * row['median_s']:.2f}", f"{row['ratio']:.3f}",
             f"{row['ratio_p20']:.3f}–{row['ratio_p80']:.3f}", f"{row['ratio_of_least']:.3f}",
+            "-" if row["over_compile"] is None else "{:.3f} ({:.3f}–{:.3f})".format(*row["over_compile"]),
             f"{row['ratio_allowed']:.3f}",
             "-" if row["kept_bytes_predicted"] is None else f"{row['kept_bytes_predicted'] / 1e6:.2f}",
             f"{row['peak_bytes'] / 1e6:.2f}", f"{row['peak_bytes'] / eager['peak_bytes']:.3f}",
@@ -168,7 +191,8 @@ def show(result: dict[str, Any]) -> None:
     ]  # fmt: skip
     d_model, d_ff = result["shape"]
     title = f"{result['spec']['activation']} {d_model}x{d_ff}, {result['dtype']}, tokens: {result['tokens']}"
-    header = ["who", "least, ms", "median, ms", "time / eager", "p20–p80", "least / eager", "its FLOPs / eager",
+    header = ["who", "least, ms", "median, ms", "time / eager", "p20–p80", "least / eager", "/ compile (95 %)",
+              "its FLOPs / eager",
               "kept (predicted), MB", "peak, MB", "peak / eager", "within, MB", "within / eager"]  # fmt: skip
     table(title, header, rows)
     for line in result["wrong"]:
@@ -190,6 +214,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--save", choices=counted.SAVES, action="append", help="may be repeated; default: each")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true", help="one small shape, few rounds")
