@@ -148,6 +148,32 @@ def test_what_is_not_described_is_left_with_the_reason(module, words) -> None:
     assert report.rows[0].reason == found.reason
 
 
+@pytest.mark.parametrize("output", range(0, 300, 37))
+def test_one_output_of_many_that_is_not_the_ffn_s(output) -> None:
+    """Most descriptions are compared in some outputs only, but never the one that is the answer."""
+
+    def after(y):
+        return torch.cat([y[..., :output], y[..., output : output + 1] * 1.01, y[..., output + 1 :]], dim=-1)
+
+    exact = Two(lambda a, b: F.silu(a) * b, d=300, f=500)
+    assert one(exact).spec is not None
+    found = one(Two(lambda a, b: F.silu(a) * b, d=300, f=500, after=after))
+    assert found.spec is None
+    assert "no description matches" in found.reason
+
+
+def test_a_gradient_that_is_wrong_for_zeros_alone() -> None:
+    """The tokens whose gradients are compared hold zeros."""
+
+    def twice(self, y):
+        return y + (y - y.detach()) * (y.detach() == 0)  # where y is 0, its gradient counts twice
+
+    for after, right in ((lambda self, y: y, True), (twice, False)):
+        module = Plain(F.gelu, after=after)
+        module.fc1, module.fc2 = nn.Linear(24, 40, bias=False), nn.Linear(40, 24, bias=False)
+        assert (one(module).spec is not None) is right
+
+
 def test_nearest_candidates_are_named() -> None:
     reason = one(Plain(lambda x: F.gelu(x) + 1e-4 * torch.sin(x))).reason
     assert "gelu_erf" in reason
