@@ -26,7 +26,6 @@ from .laboratory import (
 from .linears import matrix
 from .structure import Site
 
-
 _OUTPUTS = 128  # of a comparison that only tells descriptions apart
 
 
@@ -90,12 +89,11 @@ def whole(twin: nn.Module, site: Site, generator: torch.Generator) -> Callable[[
             def error(d: Description, outputs: Tensor | slice) -> float:
                 return max(relative(y[..., outputs], describe(d, p, r, outputs)) for y, p, r in zip(ys, pres, rs))
 
+            def compare(d: Description) -> Tensor:
+                return describe(d, pres[1], rs[1], some)
+
             near = [options[i] for _, i in sorted((screen(d), i) for i, d in enumerate(options))[:6]]
-            near += [
-                r
-                for d in near
-                for r in _rescued(d, ys[1][..., some], lambda d: describe(d, pres[1], rs[1], some), last)
-            ]
+            near += [r for d in near for r in _rescued(d, ys[1][..., some], compare, last)]
             errors = [error(d, some) for d in near]
             checked = set[int]()
             while (nearest := errors.index(min(errors))) not in checked:
