@@ -107,6 +107,17 @@ def test_gptq_without_passing_errors_on_is_seen():
     assert whole**2 < error(formats.quantize_matrix(w.numpy(), "int4_g32")) ** 2 / 2 < mutant**2
 
 
+def test_gptq_says_where_a_scale_no_longer_fits():
+    """Errors passed on can make a weight larger than the matrix had any."""
+    found = formats.quantize_matrix(np.ones((4, 64), np.float32), "int4_g32")
+    table = gptq._Table("int4_g32", found, np.ones(64, np.float32))
+    w = torch.zeros(4, 64)
+    w[2, 40] = 1e7
+    with pytest.raises(ValueError, match=r"group 1, while gptq was at work: row 2, inputs 0 to 31: .* scale"):
+        table.fit(w, 32, 64, 1)
+    assert table.fit(w, 0, 32, 0)[0].shape == (4,)
+
+
 def test_gptq_is_deterministic_and_leaves_its_arguments_alone():
     w, x = _weights(), _inputs()
     before = w.up.clone(), x.clone()

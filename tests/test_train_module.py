@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import subprocess
 import sys
@@ -225,14 +226,31 @@ def test_fully_shard_in_one_and_two_processes(tmp_path):
     assert done.stdout.split() == ["1", "2"]
 
 
-def test_the_bench_script_checks_before_it_times(monkeypatch, capsys):
-    """bench/train.py: a row per contender with kept and peak bytes; a wrong gradient is told, and fails the script."""
-    import json
-
+def _bench_script(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "bench"))
     sys.modules.pop("train", None)
     import train as script  # type: ignore[import-not-found]
 
+    return script
+
+
+def test_the_interval_of_the_bench_script_holds_the_median(monkeypatch):
+    """As sure as it says, and no wider: with one value less on each side it would be less sure."""
+    interval = _bench_script(monkeypatch).median_interval
+    assert interval([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
+    for n in range(6, 80):
+        median, low, high = interval(range(n))
+        assert median == (n - 1) / 2
+        assert low == n - 1 - high
+        outside = [2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n for k in (low, low + 1)]
+        assert outside[0] <= 0.05 < outside[1]
+
+
+def test_the_bench_script_checks_before_it_times(monkeypatch, capsys):
+    """bench/train.py: a row per contender with kept and peak bytes; a wrong gradient is told, and fails the script."""
+    import json
+
+    script = _bench_script(monkeypatch)
     arguments = ["train.py", "--quick", "--no-compile", "--shape", "24x40", "--dtype", "fp32", "--tokens", "100"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--rounds", "1", "--json"])
     assert script.main() == 0
@@ -243,6 +261,10 @@ def test_the_bench_script_checks_before_it_times(monkeypatch, capsys):
     assert rows["eager"]["kept_bytes_predicted"] == 100 * (24 + 4 * 40) * 4
     assert rows["input"]["ratio_allowed"] == pytest.approx(11 / 9)
     assert rows["eager"]["ratio"] == 1.0
+    monkeypatch.setattr(sys, "argv", [*arguments, "--rounds", "1", "--json", "--save", "input"])
+    assert script.main() == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert [row["contender"] for row in result["rows"]] == ["eager", "input"]
     inner = train._backward
     monkeypatch.setattr(train, "_backward", lambda *args: {**(found := inner(*args)), "x": found["x"] * 1.01})
     assert script.main() == 1

@@ -147,7 +147,10 @@ class _Table:
         """(scale, minimum) [N] float32 of a group whose weights are now w_NK[:, begin:end]."""
         if stored.get(self.format).group:
             w = np.ascontiguousarray(w_NK[:, begin:end].numpy())
-            self.scale[:, group], minimum = formats.fit_groups(w, self.format, self.weight_K[begin:end])
+            try:
+                self.scale[:, group], minimum = formats.fit_groups(w, self.format, self.weight_K[begin:end])
+            except ValueError as error:  # the weights have taken over others' errors, and their inputs another order
+                raise ValueError(f"group {group}, while gptq was at work: {error}") from None
             if self.minimum is not None:
                 self.minimum[:, group] = minimum
         scale, minimum = self.scale[:, group], None if self.minimum is None else self.minimum[:, group]
