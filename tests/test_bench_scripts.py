@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import sys
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 import fanfold as ff
-from fanfold import Spec, Weights, reference
+from fanfold import Spec, Weights, formats, reference
+from fanfold.formats import fit
 from fanfold.kernels import cpu, packed
 
 needs_kernels = pytest.mark.skipif(
@@ -228,3 +230,31 @@ def test_a_tiny_model_from_end_to_end(whole, monkeypatch, tmp_path, capsys):
     assert group[2]["note"] == "1 of 1 modules swapped"
     assert all(0 < row["ffn_share"] < 1 for row in group)
     assert group[2]["same_tokens_as_fp32"] == 4
+
+
+# --- rounding ---
+
+
+@needs_kernels
+def test_rounding_compares_and_measures(monkeypatch, capsys):
+    rounding = script("rounding", monkeypatch)
+    assert rounding.main(["--shape", "40x70", "--rounds", "1"]) == 0
+    out = capsys.readouterr().out
+    assert all(format in out for format in formats.INTEGER)
+    inner = fit._in_numpy
+
+    def other(*args):
+        q = inner(*args)
+        return dataclasses.replace(q, scale=np.nextafter(q.scale, q.scale.dtype.type(1)))
+
+    monkeypatch.setattr(fit, "_in_numpy", other)
+    with pytest.raises(ValueError, match="different codes or scales"):
+        rounding.main(["--shape", "40x70", "--rounds", "1", "--format", "q4_1"])
+
+
+def test_rounding_refuses_what_it_cannot_read(monkeypatch, capsys):
+    rounding = script("rounding", monkeypatch)
+    for words in (["--shape", "40"], ["--shape", "0x4"], ["--format", "fp32"]):
+        with pytest.raises(SystemExit):
+            rounding.main(words)
+        assert "error:" in capsys.readouterr().err
