@@ -1,8 +1,8 @@
 """Matrices in integer codes: what a code, a scale and a minimum mean, and how they are chosen.
 
-`count.formats` says how each format is stored, to the byte; here its numbers are made and read. All of it in NumPy: this is
-the truth that the packed kernels answer to. Codes and scales are chosen by the compiled core where there is one, to the
-same result.
+`count.formats` says how each format is stored, to the byte; here its numbers are made and read. All of it in NumPy:
+this is the truth that the packed kernels answer to. Codes and scales are chosen by the compiled core where there is
+one, to the same result.
 """
 
 from .blocks import GGUF, block_bytes, from_gguf_blocks, to_gguf_blocks
