@@ -3,6 +3,7 @@
 # T tokens, N outputs, K inputs; D d_model, F d_ff
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from fanfold.count import formats as stored
 from fanfold.kernels import cpu, packed, packed_op
 from fanfold.kernels import torch as torch_ops
 from fanfold.kernels.packed import PackedMatrix
-from fanfold.numerics import compare, output_mutants, random_weights
+from fanfold.numerics import UNIT_ROUNDOFF, compare, output_mutants, random_weights
 
 if cpu._missing is not None:
     pytest.fail(cpu._missing, pytrace=False)
@@ -182,6 +183,34 @@ def test_integer_sums_are_exact(isa, format, t):
     x[0], x[1] = 127.0, -127.0
     y = packed.linear(x, PackedMatrix.pack(q))
     assert np.array_equal(y.numpy(), x.numpy() @ q.dequantize(np.float64).T)
+
+
+@pytest.mark.parametrize("format", INTEGER)
+def test_codes_that_meet_bfloat16_are_the_nearest_numbers(isa, format):
+    """One input at a time shows each weight, rounded once (or at 2^-13 of a scale: codes are moved into fractions)."""
+    k = 300
+    m, x = matrix(format, 33, k, "float"), torch.eye(k, dtype=torch.bfloat16)
+    weights, q = exact(m).T, m.quantized()
+    shown = packed.linear(x, m).double().numpy()  # as bfloat16 itself
+    allowed = UNIT_ROUNDOFF["bfloat16"] * np.abs(weights) + 2.0**-13 * np.abs(q.scale.astype(np.float64)).max()
+    assert (np.abs(shown - weights) <= allowed).all()
+    for what, wrong in (("the next input's", np.roll(shown, 1, axis=0)), ("cut, not rounded", shown * (1 - 2.0**-7))):
+        assert not (np.abs(wrong - weights) <= allowed).all(), what
+
+
+@pytest.mark.parametrize("t", [1, 20, 40])
+@pytest.mark.parametrize("format", [f for f in INTEGER if stored.get(f).group])
+def test_a_scale_that_is_no_number_gives_none(isa, format, t):
+    """Whatever its other bits: as bfloat16 it must not round to a number. The other rows are what they were."""
+    q = random_codes(format, 33, 160)
+    good = packed.linear(tokens(t, 160), PackedMatrix.pack(q))
+    for bits in (0x7FFF, 0xFFFF, 0x7E00):
+        bad = q.scale.copy()
+        bad.view(np.uint16)[5, 1 if bad.shape[1] > 1 else 0] = bits
+        y = packed.linear(tokens(t, 160), PackedMatrix.pack(dataclasses.replace(q, scale=bad)))
+        assert y[:, 5].isnan().all()
+        rest = [i for i in range(33) if i != 5]
+        assert torch.equal(y[:, rest], good[:, rest])
 
 
 def test_the_products_of_all_instruction_sets_are_the_same_integers(monkeypatch):

@@ -47,24 +47,35 @@ INL void zero_rows(const Inputs& in, ptrdiff_t k) {
   }
 }
 
-// Memory asked for meanwhile: `step` bytes of each column for each step of a tile.
+// Memory asked for meanwhile: of each of the `columns` columns from `next` on as much as inputs [k0, k0 + n) are, a
+// share with each step of a tile of `inputs` inputs.
 struct RowHint {
-  uintptr_t at;
-  ptrdiff_t step, pitch;
-  int columns;
+  RowHint(const Packed& m, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n, ptrdiff_t tokens, ptrdiff_t inputs,
+          int columns)
+      : at((uintptr_t)next),
+        step((bytes_before(m, k0 + n) - bytes_before(m, k0)) / (div_up(tokens, kTileTokens) * div_up(n, inputs))),
+        pitch(m.column_bytes),
+        columns(columns) {}
   void ask() {
     for (ptrdiff_t i = 0; i < step; i += 64) {
       for (int r = 0; r < columns; ++r) __builtin_prefetch((const void*)(at + (uintptr_t)(r * pitch + i)), 0, 2);
     }
     at += (uintptr_t)step;
   }
+
+ private:
+  uintptr_t at;
+  ptrdiff_t step, pitch;
+  int columns;
 };
 
 // c[t * ldc + r * 16 + lane] += n inputs (in whole tiles, zeros behind them) of R columns and kTileTokens tokens; = if
-// `fresh`. Two: tokens beyond the first 16 exist.
-template <int R, bool Two>
+// `fresh`. Two: tokens beyond the first 16 exist. Before each of the columns' tiles is read, `before` is called, and
+// once more: it makes that tile while the matrix unit is at the last one.
+template <int R, bool Two, class Before>
 INL void row_tile(const uint8_t* const (&columns)[2], ptrdiff_t n, const uint16_t* x, ptrdiff_t ld, float* c,
-                  ptrdiff_t ldc, bool fresh, RowHint* hint) {
+                  ptrdiff_t ldc, bool fresh, RowHint* hint, Before before) {
+  before();
   const size_t c_pitch = (size_t)ldc * sizeof(float), x_pitch = (size_t)ld * sizeof(uint16_t);
   if (fresh) {
     _tile_zero(0);
@@ -78,6 +89,7 @@ INL void row_tile(const uint8_t* const (&columns)[2], ptrdiff_t n, const uint16_
     if constexpr (R == 2 && Two) _tile_loadd(3, c + 16 * ldc + kLanes, c_pitch);
   }
   for (ptrdiff_t k = 0; k < n; k += kTileInputs) {
+    before();
     _tile_loadd(4, x + k, x_pitch);
     _tile_loadd(6, columns[0] + k * 32, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -168,63 +180,122 @@ INL void code_tile(const CodeGroup& group, const int8_t* x, ptrdiff_t ld, ptrdif
   if constexpr (R == 2 && Two) _tile_stored(3, room + 3 * 1024, 64);
 }
 
-// Two float32 vectors, of an even input and the next, as bfloat16 pairs: to nearest, ties to even.
-INL vi narrow_pair(vf even, vf odd) {
-  alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-  return (vi)_mm512_permutexvar_epi16(_mm512_load_si512(order), both);
-}
+// Two float32 vectors, of an even input and the next, as bfloat16 pairs: to nearest, ties away from zero. A NaN must be
+// the usual one.
+INL vi narrow_pair(vf even, vf odd) { return (vi)((((vu)even + 0x8000u) >> 16) | (((vu)odd + 0x8000u) & 0xffff0000u)); }
 // The same of numbers that bfloat16 holds exactly.
 INL vi exact_pair(vf even, vf odd) { return (vi)(((vu)even >> 16) | ((vu)odd & 0xffff0000u)); }
+INL vf usual_nan(vf v) { return v == v ? v : splat(__builtin_nanf("")); }
+INL void put_pair(uint16_t* to, vi pair) { __builtin_memcpy(to, &pair, sizeof pair); }
 
-// A line's codes (4 or 8 inputs) as bfloat16 pairs of code * scale + least.
+// A line's codes (8 or 4 inputs) as bfloat16 pairs of code * scale + least, or of code + least where a row has one
+// scale. A code is moved to where it counts as one in the fraction of 2^e, which takes no conversion: `low` is least -
+// 2^e * scale. Its own rounding is 2^-13 of a scale at most.
+struct Lift {
+  vf scale, low, lower;
+};
+INL vf lifted(vu codes, vu mask, vu power, vf scale, vf low) { return (vf)((codes & mask) | power) * scale + low; }
+
 template <int Bits, bool ByRow>
-INL void narrow_line(const uint8_t* w, uint16_t* to, int offset, vf scale, vf least) {
-  const vu codes = (vu)load_i(w), mask = vu{} + (Bits == 8 ? 255u : 15u);
-#pragma GCC unroll 4
-  for (int i = 0; i < 16 / Bits; ++i) {  // pairs of inputs
-    const int shift = Bits == 8 ? 16 * i : 16 * (i % 2) + 4 * (i / 2);
-    const vi even = (vi)((codes >> shift) & mask), odd = (vi)((codes >> (shift + 8)) & mask);
-    vi pair;
-    if constexpr (ByRow) {
-      pair = exact_pair(__builtin_convertvector(even - offset, vf), __builtin_convertvector(odd - offset, vf));
-    } else {
-      pair = narrow_pair(__builtin_convertvector(even, vf) * scale + least,
-                         __builtin_convertvector(odd, vf) * scale + least);
-    }
-    __builtin_memcpy(to + 2 * i * kLanes, &pair, sizeof pair);
-  }
+INL Lift lift(vf scale, vf least) {
+  if constexpr (ByRow) return {vf{}, least - 0x1p8f, vf{}};
+  if constexpr (Bits == 8) return {scale, least - scale * 0x1p8f, vf{}};
+  return {scale, least - scale * 0x1p7f, least - scale * 0x1p11f};
 }
 
-// Inputs [k0, k0 + n) of a column of integer codes as bfloat16 pairs, zeros up to a whole tile. The scale of a row
-// comes at the end, so that those numbers are exact.
 template <int Bits, bool ByRow>
-static void narrow_codes(const Packed& m, const uint8_t* column, ptrdiff_t k0, ptrdiff_t n, uint16_t* to) {
-  const uint8_t* w = column + bytes_before(m, k0);
-  constexpr int per_line = 32 / Bits;
-  for (ptrdiff_t b = 0; b < n; b += m.block) {
-    const ptrdiff_t inputs = imin(m.block, n - b), group = ByRow ? inputs : m.group, groups = div_up(inputs, group);
-    const uint8_t* const scales = w;
-    w += header_bytes(m, inputs);
-    uint16_t* out = to + b * kLanes;
-    for (ptrdiff_t g = 0; g < groups; ++g) {
-      const vf scale = ByRow ? vf{} : load_half(scales + g * 32);
-      // the offset is a power of two: its product with the scale is exact
-      const vf least = m.minimum ? load_half(scales + (groups + g) * 32) : scale * (float)-m.offset;
-      const ptrdiff_t end = imin(group, inputs - g * group);
-      for (ptrdiff_t k = 0; k < end; k += per_line, w += 64, out += per_line * kLanes) {
-        narrow_line<Bits, ByRow>(w, out, m.offset, scale, least);
+INL void narrow_line(const uint8_t* w, uint16_t* to, const Lift& l) {
+  const vu codes = (vu)load_i(w);
+  if constexpr (Bits == 8) {
+    const vu mask = vu{} + (255u << 15), power = vu{} + 0x43800000u;  // 2^8: the fraction's bit 15 counts 1
+    const vu in[4] = {codes << 15, codes << 7, codes >> 1, codes >> 9};
+    for (int i = 0; i < 4; i += 2) {
+      if constexpr (ByRow) {
+        put_pair(to + i * kLanes,
+                 exact_pair((vf)((in[i] & mask) | power) + l.low, (vf)((in[i + 1] & mask) | power) + l.low));
+      } else {
+        put_pair(to + i * kLanes, narrow_pair(lifted(in[i], mask, power, l.scale, l.low),
+                                              lifted(in[i + 1], mask, power, l.scale, l.low)));
       }
     }
+  } else {
+    const vu high = vu{} + (15u << 16), high_power = vu{} + 0x43000000u;  // 2^7
+    const vu low = vu{} + (15u << 12), low_power = vu{} + 0x45000000u;    // 2^11
+    const vu in[4] = {codes << 16, codes << 8, codes, codes >> 8}, last = codes >> 16;
+    vf v[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) v[i] = lifted(in[i], high, high_power, l.scale, l.low);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) v[4 + i] = lifted(i < 3 ? in[i + 1] : last, low, low_power, l.scale, l.lower);
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) put_pair(to + i * kLanes, narrow_pair(v[i], v[i + 1]));
   }
-  const ptrdiff_t written = round_up(n, per_line), wanted = round_up(n, kTileInputs);
-  __builtin_memset(to + written * kLanes, 0, (size_t)((wanted - written) * kLanes) * sizeof(uint16_t));
 }
 
-static void narrow(const Packed& m, const uint8_t* column, ptrdiff_t k0, ptrdiff_t n, uint16_t* to) {
-  if (m.bits == 4) return narrow_codes<4, false>(m, column, k0, n, to);
-  if (m.group == 0) return narrow_codes<8, true>(m, column, k0, n, to);
-  narrow_codes<8, false>(m, column, k0, n, to);
-}
+// The tiles of a span of R columns of codes as bfloat16, one after the other. The scale of a row comes at the end, so
+// that those numbers are exact.
+template <int R, int Bits, bool ByRow>
+class Narrowing {
+ public:
+  // Inputs [k0, k0 + n) of a column and the next; the tiles of the second lie `apart` behind those of the first.
+  Narrowing(const Packed& m, const uint8_t* column, ptrdiff_t k0, ptrdiff_t n, uint16_t* to, size_t apart)
+      : m_(m), w_(column + bytes_before(m, k0)), left_(n), to_(to), apart_(apart) {}
+
+  // Makes the next tile of each column, zeros behind the last input; none if none is left.
+  inline __attribute__((always_inline)) void operator()() {
+    if (left_ == 0) return;
+    if (in_block_ == 0) {
+      in_block_ = imin(m_.block, left_);
+      group_ = in_group_ = ByRow ? in_block_ : m_.group;
+      scales_ = w_;
+      minima_ = w_ + div_up(in_block_, group_) * 32;
+      w_ += header_bytes(m_, in_block_);
+    }
+    constexpr int kLine = 32 / Bits;
+    const ptrdiff_t n = imin(kTileInputs, in_block_), lines = div_up(n, kLine);
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) {
+      const ptrdiff_t pitch = r * m_.column_bytes;
+      const vf scale = ByRow ? vf{} : usual_nan(load_half(scales_ + pitch));
+      // the offset is a power of two: its product with the scale is exact
+      const vf least = ByRow        ? splat((float)-m_.offset)
+                       : m_.minimum ? usual_nan(load_half(minima_ + pitch))
+                                    : scale * (float)-m_.offset;
+      const Lift l = lift<Bits, ByRow>(scale, least);
+      uint16_t* const to = to_ + (size_t)r * apart_;
+      if (n == kTileInputs) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kTileInputs / kLine; ++i) {
+          narrow_line<Bits, ByRow>(w_ + pitch + i * 64, to + i * kLine * kLanes, l);
+        }
+      } else {
+        __builtin_memset(to, 0, kTileInputs * kLanes * sizeof(uint16_t));
+        for (ptrdiff_t i = 0; i < lines; ++i) {
+          narrow_line<Bits, ByRow>(w_ + pitch + i * 64, to + i * kLine * kLanes, l);
+        }
+      }
+    }
+    to_ += kTileInputs * kLanes;
+    w_ += lines * 64;
+    left_ -= n;
+    in_block_ -= n;
+    in_group_ -= n;
+    if (in_group_ <= 0) {
+      in_group_ = group_;
+      scales_ += 32;
+      minima_ += 32;
+    }
+  }
+
+ private:
+  const Packed& m_;
+  const uint8_t *w_, *scales_ = nullptr, *minima_ = nullptr;
+  ptrdiff_t left_, in_block_ = 0, in_group_ = 0, group_ = 0;
+  uint16_t* to_;
+  size_t apart_;
+};
+
+struct NothingBefore {
+  void operator()() const {}
+};
 #endif

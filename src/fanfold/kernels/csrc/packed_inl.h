@@ -10,7 +10,7 @@ constexpr int kIntOneTokens = W == 16 ? 12 : W == 8 ? 4 : 2;
 constexpr ptrdiff_t kBlockTokens = 128;    // of one pass over the weights
 constexpr ptrdiff_t kTileTokens = 32;      // two tiles of the matrix unit
 constexpr ptrdiff_t kTilesFrom = 5;        // tokens from which it is the faster way (measured)
-constexpr ptrdiff_t kTilesFromCodes = 48;  // … where codes must be made bfloat16 first
+constexpr ptrdiff_t kTilesFromCodes = 25;  // … where codes become bfloat16: 24 are two integer tiles
 constexpr ptrdiff_t kAheadBytes = 2048;    // how far memory is asked for in advance when nothing else is to do
 
 #include "dot_inl.h"

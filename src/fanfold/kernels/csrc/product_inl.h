@@ -27,34 +27,50 @@ INL const uint8_t* column_at(const Task& task, ptrdiff_t i) {
 template <int R>
 static void span_product_rows(const Packed& m, const uint8_t* column, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n,
                               const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
-  const ptrdiff_t whole = m.format == kBf16 ? n / kTileInputs * kTileInputs : 0;
+  const ptrdiff_t whole = n / kTileInputs * kTileInputs;
   const uint8_t *at[2] = {}, *rest[2] = {};
   for (int r = 0; r < R; ++r) {
     uint8_t* const to = scratch + (size_t)r * (kScratchBytes / 2);
-    at[r] = column + r * m.column_bytes;
+    at[r] = column + r * m.column_bytes + bytes_before(m, k0);
     rest[r] = to;
-    if (m.format != kBf16) {
-      narrow(m, at[r], k0, n, (uint16_t*)to);
-      continue;
-    }
-    at[r] += bytes_before(m, k0);
     if (whole < n) {
       const size_t bytes = (size_t)div_up(n - whole, 2) * 64;
       __builtin_memcpy(to, at[r] + whole * 32, bytes);
       __builtin_memset(to + bytes, 0, 1024 - bytes);
     }
   }
-  const ptrdiff_t bytes = bytes_before(m, k0 + n) - bytes_before(m, k0);
-  const ptrdiff_t steps = div_up(in.tokens, kTileTokens) * div_up(n, kTileInputs);
-  RowHint hint = {(uintptr_t)next, bytes / steps, m.column_bytes, R};
+  RowHint hint(m, next, k0, n, in.tokens, kTileInputs, R);
   for (ptrdiff_t t = 0; t < in.tokens; t += kTileTokens) {
     const uint16_t* const x = in.b + t * in.ld + k0;
-    if (in.tokens - t > 16) {
-      if (whole > 0) row_tile<R, true>(at, whole, x, in.ld, c + t * ldc, ldc, k0 == 0, &hint);
-      if (whole < n) row_tile<R, true>(rest, n - whole, x + whole, in.ld, c + t * ldc, ldc, k0 + whole == 0, &hint);
+    const auto both = [&](auto two) __attribute__((always_inline)) {
+      constexpr bool kTwo = decltype(two)::value;
+      const NothingBefore none;
+      if (whole > 0) row_tile<R, kTwo>(at, whole, x, in.ld, c + t * ldc, ldc, k0 == 0, &hint, none);
+      if (whole == n) return;
+      row_tile<R, kTwo>(rest, n - whole, x + whole, in.ld, c + t * ldc, ldc, k0 + whole == 0, &hint, none);
+    };
+    in.tokens - t > 16 ? both(std::true_type{}) : both(std::false_type{});
+  }
+}
+
+// The same of codes: they become bfloat16 while they meet the first tokens.
+template <int R, int Bits, bool ByRow>
+static void span_product_narrowed(const Packed& m, const uint8_t* column, const uint8_t* next, ptrdiff_t k0,
+                                  ptrdiff_t n, const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
+  const uint8_t* const at[2] = {scratch, scratch + kScratchBytes / 2};
+  Narrowing<R, Bits, ByRow> narrowing(m, column, k0, n, (uint16_t*)scratch, kScratchBytes / 2 / sizeof(uint16_t));
+  RowHint hint(m, next, k0, n, in.tokens, kTileInputs, R);
+  for (ptrdiff_t t = 0; t < in.tokens; t += kTileTokens) {
+    const uint16_t* const x = in.b + t * in.ld + k0;
+    const auto all = [&](auto two, auto before) __attribute__((always_inline)) {
+      row_tile<R, decltype(two)::value>(at, n, x, in.ld, c + t * ldc, ldc, k0 == 0, &hint, before);
+    };
+    const bool two = in.tokens - t > 16;
+    if (t == 0) {
+      const auto before = [&]() __attribute__((always_inline)) { narrowing(); };
+      two ? all(std::true_type{}, before) : all(std::false_type{}, before);
     } else {
-      if (whole > 0) row_tile<R, false>(at, whole, x, in.ld, c + t * ldc, ldc, k0 == 0, &hint);
-      if (whole < n) row_tile<R, false>(rest, n - whole, x + whole, in.ld, c + t * ldc, ldc, k0 + whole == 0, &hint);
+      two ? all(std::true_type{}, NothingBefore{}) : all(std::false_type{}, NothingBefore{});
     }
   }
 }
@@ -104,9 +120,7 @@ static void span_product_codes(const Packed& m, const uint8_t* column, const uin
   CodeGroup groups[kCodeSpan / kTileCodes];
   const ptrdiff_t n_groups = code_groups<R>(m, column, k0, n, scratch, groups);
   uint8_t* const rooms = scratch + kScratchBytes / 2;
-  const ptrdiff_t bytes = bytes_before(m, k0 + n) - bytes_before(m, k0);
-  const ptrdiff_t steps = div_up(in.tokens, kTileTokens) * div_up(n, kTileCodes);
-  RowHint hint = {(uintptr_t)next, bytes / steps, m.column_bytes, R};
+  RowHint hint(m, next, k0, n, in.tokens, kTileCodes, R);
   Waiting waiting;
   int room = 0;
   for (ptrdiff_t t = 0; t < in.tokens; t += kTileTokens) {
@@ -142,11 +156,14 @@ template <int R>
 static void span_product(const Packed& m, const uint8_t* column, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n,
                          const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
 #ifdef FANFOLD_AMX
-  if (in.mode == kRowMode) return span_product_rows<R>(m, column, next, k0, n, in, c, ldc, scratch);
-  if (in.mode == kCodeRowMode) {
-    const auto product = m.group == 0 ? span_product_codes<R, kByRow>
-                         : m.minimum  ? span_product_codes<R, kByGroupWithMinimum>
-                                      : span_product_codes<R, kByGroup>;
+  if (in.mode == kRowMode || in.mode == kCodeRowMode) {
+    const auto product = in.mode == kRowMode ? m.format == kBf16 ? span_product_rows<R>
+                                               : m.bits == 4     ? span_product_narrowed<R, 4, false>
+                                               : m.group == 0    ? span_product_narrowed<R, 8, true>
+                                                                 : span_product_narrowed<R, 8, false>
+                         : m.group == 0      ? span_product_codes<R, kByRow>
+                         : m.minimum         ? span_product_codes<R, kByGroupWithMinimum>
+                                             : span_product_codes<R, kByGroup>;
     return product(m, column, next, k0, n, in, c, ldc, scratch);
   }
 #endif
