@@ -7,7 +7,7 @@ constexpr int kPairTokens = W == 16 ? 14 : W == 8 ? 2 : 0;
 constexpr int kOneTokens = W == 16 ? 14 : W == 8 ? 6 : 3;  // … of one column
 constexpr int kIntPairTokens = W == 16 ? 12 : W == 8 ? 2 : 0;
 constexpr int kIntOneTokens = W == 16 ? 12 : W == 8 ? 4 : 2;
-constexpr ptrdiff_t kBlockTokens = 128;    // of one pass over the weights
+constexpr ptrdiff_t kBlockTokens = 128;    // of one pass over the weights, about
 constexpr ptrdiff_t kTileTokens = 32;      // two tiles of the matrix unit
 constexpr ptrdiff_t kTilesFrom = 5;        // tokens from which it is the faster way (measured)
 constexpr ptrdiff_t kTilesFromCodes = 25;  // … where codes become bfloat16: 24 are two integer tiles
@@ -61,9 +61,12 @@ static Plan plan(const PackedCall& c, uintptr_t base) {
   const ptrdiff_t threads = c.threads;
   const bool narrow = c.x_dtype == kBFloat16;
   const Mode first_mode = mode_of(first_matrix(c), narrow, c.tokens), down_mode = mode_of(c.down, narrow, c.tokens);
-  // the matrix unit is so quick that reading the weights is what counts
-  const ptrdiff_t most_tokens = is_by_rows(first_mode) ? 2 * kBlockTokens : kBlockTokens;
-  p.block = div_up(c.tokens, div_up(c.tokens, most_tokens));
+  // Blocks of about so many tokens, up to half as many more: a short last one would read all weights again. The matrix
+  // unit is so quick that reading them is what counts.
+  const bool by_rows = is_by_rows(first_mode);
+  const ptrdiff_t about = by_rows ? 2 * kBlockTokens : kBlockTokens;
+  p.block = div_up(c.tokens, imax((c.tokens + about / 2 - 1) / about, 1));
+  if (by_rows) p.block = round_up(p.block, kTileTokens);
   // even for one token: two columns are two streams of memory
   p.pair = W == 16 || c.tokens <= kPairTokens;
   size_t at = place_inputs(first_matrix(c), p.block, first_mode, p.pair, base, 0, &p.x);
