@@ -366,6 +366,24 @@ def test_ctrl_c_exits_130_with_nothing_half_written(tiny):
     assert err == "fanfold: interrupted\n"
 
 
+@pytest.mark.parametrize("app", ["typer_app", "lambda prog_name: verb()"], ids=["in a verb", "before one"])
+def test_ctrl_c_inside_an_exec_exits_130_too(tmp_path, app):
+    """As in any import of dataclasses: `python -m` would end by the signal itself."""
+    code = f"""
+from fanfold.show import cli, failures
+def verb():
+    exec("raise KeyboardInterrupt")
+typer_app = cli.typer.Typer()
+typer_app.command()(failures.guarded(verb))
+cli.app = {app}
+cli.main()
+"""
+    (tmp_path / "interrupted.py").write_text(code)
+    args = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(args, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130, done.stderr
+
+
 def test_closed_pipe_is_no_traceback(tiny):
     reader, writer = os.pipe()
     os.close(reader)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from . import count_verbs, memory_verbs, parallel_verbs, quantize_verb, study_verb, superpose_verb
-from .failures import INTERRUPTED, guarded, usage
+from .failures import INTERRUPTED, forget_interrupt, guarded, usage
 from .output import emit, progress, stdout_kept
 
 app = typer.Typer(
@@ -335,4 +335,5 @@ def main() -> None:
     try:
         app(prog_name="fanfold")
     except KeyboardInterrupt:  # outside a verb: while Python is still importing
+        forget_interrupt()
         sys.exit(INTERRUPTED)

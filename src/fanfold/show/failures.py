@@ -23,6 +23,15 @@ class NotEnoughMemoryError(MemoryError):
     """Something would not fit; the message says how much it needs and how much there is."""
 
 
+def forget_interrupt() -> None:
+    """Once a KeyboardInterrupt is caught: let our exit code be what the process ends with.
+
+    One that left an exec of text (dataclasses run some while they are imported) makes `python -m` end by the signal
+    itself; the next exec takes that back.
+    """
+    exec("")
+
+
 def guarded(verb: F) -> F:
     """The verb, with its expected failures turned into an exit code and one line."""
 
@@ -31,6 +40,7 @@ def guarded(verb: F) -> F:
         try:
             return verb(*args, **kwargs)
         except KeyboardInterrupt:
+            forget_interrupt()
             raise _failed("interrupted", INTERRUPTED) from None
         except BrokenPipeError:  # the reader of our output went away (`| head`): nobody is left to tell
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
