@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -317,17 +318,23 @@ def ffn_truth(x: Tensor, weights: Weights) -> np.ndarray:
 
     inputs, act = x.double().numpy(), activations.get(spec.activation).numpy
     up = product(inputs, "up")
-    m = act(product(inputs, "gate"), spec.params) * up if spec.gated else act(up, spec.params)
-    return product(m, "down")
+    if not spec.gated:
+        return product(act(up, spec.params), "down")
+    gate = product(inputs, "gate")
+    if spec.gate_limit is not None:
+        gate = np.minimum(gate, spec.gate_limit)
+    if spec.up_limit is not None:
+        up = np.clip(up, -spec.up_limit, spec.up_limit)
+    return product(act(gate, spec.params) * (up + spec.up_offset), "down")
 
 
 def ffn_in_torch(x: Tensor, weights: Weights, t: int) -> Tensor:
-    """The same in float32, with what meets each matrix rounded as calls of `t` tokens round it."""
-    spec = weights.spec
+    """The same in float32, with what meets each matrix rounded as calls of `t` tokens round it; in x's dtype."""
+    spec, dtype, x = weights.spec, x.dtype, x.float()
 
     def product(x: Tensor, name: str) -> Tensor:
         m = getattr(weights, name)
-        arithmetic, w = packed.arithmetic(torch.float32, m, t), torch.from_numpy(exact(m)).float()
+        arithmetic, w = packed.arithmetic(dtype, m, t), torch.from_numpy(exact(m)).float()
         if arithmetic == "bf16":
             x, w = x.bfloat16().float(), w.bfloat16().float()
         else:
@@ -336,7 +343,7 @@ def ffn_in_torch(x: Tensor, weights: Weights, t: int) -> Tensor:
 
     up = product(x, "up")
     gate = product(x, "gate") if spec.gated else None
-    return product(torch_ops.coefficients(spec, up, gate), "down")
+    return product(torch_ops.coefficients(spec, up, gate), "down").to(dtype)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -347,15 +354,33 @@ def test_ffn(isa, format, mode, gated):
         name = "silu" if gated else "gelu_tanh"
         spec = Spec(d_model=d, d_ff=f, activation=name, gated=gated, up_bias=True, gate_bias=gated, down_bias=True)
         weights = pack_ffn(spec, format, mode)
-        x = tokens(70, d)
+        for dtype, calls in ((torch.float32, (1, 4, 16, 70)), (torch.bfloat16, (1, 70))):
+            x = tokens(70, d, dtype)
+            truth = ffn_truth(x, weights)
+            for t in calls:
+                y = torch.cat([packed.forward(part, weights) for part in x.split(t)])
+                theirs = ffn_in_torch(x, weights, t)
+                found = compare(y, truth, theirs)
+                assert found, (d, f, dtype, t, found)
+                wrong = {"gate": weights.up, "up": weights.gate} if gated else {"up_bias": torch.zeros(f)}
+                assert not compare(packed.forward(x, weights.replace(**wrong)), truth, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_clamps_and_an_offset(isa, dtype):
+    biases = {"gate_bias": True, "up_bias": True, "down_bias": True}
+    spec = Spec.parse("swiglu_oai", d_model=40, d_ff=64, **biases)
+    for format in ("fp32", "bf16", "int8", "int4_g64"):
+        weights = pack_ffn(spec, format)
+        x = 4 * tokens(40, 40, dtype)
         truth = ffn_truth(x, weights)
-        for t in (1, 4, 16, 70):
+        for t in (1, 40):
             y = torch.cat([packed.forward(part, weights) for part in x.split(t)])
             theirs = ffn_in_torch(x, weights, t)
-            found = compare(y, truth, theirs)
-            assert found, (d, f, t, found)
-            wrong = {"gate": weights.up, "up": weights.gate} if gated else {"up_bias": torch.zeros(f)}
-            assert not compare(packed.forward(x, weights.replace(**wrong)), truth, theirs)
+            assert compare(y, truth, theirs), (format, t)
+        for forgotten in ({"gate_limit": None}, {"up_limit": None}, {"up_offset": 0.0}):
+            wrong = weights.replace(spec=dataclasses.replace(spec, **forgotten))
+            assert not compare(packed.forward(x, wrong), truth, theirs), (format, forgotten)
 
 
 @pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "q4_0"])
@@ -377,12 +402,12 @@ def test_one_block_of_tokens_after_another(isa, format):
 def test_channels_that_pad_a_column_write_nothing(isa, name):
     """act(0) is not 0 for some: the channels beyond d_ff must not reach down's padding, whatever lies there."""
     spec = Spec(d_model=20, d_ff=37, activation=name, gated=False)
-    for format in ("fp32", "int8", "int4_g32"):
+    for dtype, format in itertools.product((torch.float32, torch.bfloat16), ("fp32", "bf16", "int8", "int4_g32")):
         weights = pack_ffn(spec, format, "float" if format in INTEGER else None)
-        x = tokens(64, 20)
+        x = tokens(64, 20, dtype)
         for t in (1, 20, 64):
             y = torch.cat([packed.forward(part, weights) for part in x.split(t)])
-            assert compare(y, ffn_truth(x, weights), ffn_in_torch(x, weights, t))
+            assert compare(y, ffn_truth(x, weights), ffn_in_torch(x, weights, t)), (dtype, format, t)
 
 
 @pytest.mark.parametrize("name", ["relu", "relu2"])

@@ -161,11 +161,6 @@ INL vf sigmoid(Exact t) {
   return sigmoid_of(exp_neg({vabs(t.high), (vf)((vi)t.low ^ sign)}), t.high);
 }
 
-INL vf swish(vf x, double beta) {
-  if (beta == 1.0) return x * sigmoid(x);
-  return x * sigmoid(scaled(x, beta));
-}
-
 INL vf gelu_tanh(vf x) { return x * sigmoid(gelu_tanh_argument(x)); }  // (1 + tanh u) / 2 = sigmoid(2 u)
 
 struct Normal {
@@ -224,43 +219,40 @@ INL vf xielu(vf x, float alpha_p, float alpha_n, float beta, float eps) {
   return (x > 0.0f ? alpha_p * x * x : neg) + beta * x;
 }
 
-template <class F>
-INL void each(float* v, ptrdiff_t n, F f) {
-  for (ptrdiff_t i = 0; i < n; i += W) store(v + i, f(load(v + i)));
-}
-
-// In place; n is a multiple of W.
-static void activate(int act, const double* params, float* v, ptrdiff_t n) {
+// use(activation), which is called once: its vectors, however many, share the constants in registers.
+template <class Use>
+INL void with_activation(int act, const double* params, Use use) {
   const float p0 = (float)params[0], p1 = (float)params[1], p2 = (float)params[2], p3 = (float)params[3];
   const double beta = params[0];
   switch (act) {
     case kRelu:
-      return each(v, n, [](vf x) { return at_least(x, 0.0f); });
+      return use([](vf x) { return at_least(x, 0.0f); });
     case kRelu2:
-      return each(v, n, [](vf x) { return at_least(x, 0.0f) * at_least(x, 0.0f); });
+      return use([](vf x) { return at_least(x, 0.0f) * at_least(x, 0.0f); });
     case kGeluErf:
-      return each(v, n, [](vf x) { return gelu_erf(x); });
+      return use([](vf x) { return gelu_erf(x); });
     case kGeluTanh:
-      return each(v, n, [](vf x) { return gelu_tanh(x); });
+      return use([](vf x) { return gelu_tanh(x); });
     case kGeluSigmoid:
-      return each(v, n, [](vf x) { return swish(x, 1.702); });
+      return use([](vf x) { return x * sigmoid(scaled(x, 1.702)); });
     case kSilu:
-      return each(v, n, [=](vf x) { return swish(x, beta); });
+      if (beta == 1.0) return use([](vf x) { return x * sigmoid(x); });
+      return use([=](vf x) { return x * sigmoid(scaled(x, beta)); });
     case kSigmoid:
-      return each(v, n, [](vf x) { return sigmoid(x); });
+      return use([](vf x) { return sigmoid(x); });
     case kTanh:
-      return each(v, n, [](vf x) { return tanh_(x); });
+      return use([](vf x) { return tanh_(x); });
     case kSoftplus:
-      return each(v, n, [](vf x) { return softplus(x); });
+      return use([](vf x) { return softplus(x); });
     case kElu:
-      return each(v, n, [=](vf x) { return x > 0.0f ? x : p0 * expm1_neg(at_most(x, 0.0f)); });
+      return use([=](vf x) { return x > 0.0f ? x : p0 * expm1_neg(at_most(x, 0.0f)); });
     case kMish:
-      return each(v, n, [](vf x) { return mish(x); });
+      return use([](vf x) { return mish(x); });
     case kLeakyRelu:
-      return each(v, n, [=](vf x) { return x > 0.0f ? x : p0 * x; });
+      return use([=](vf x) { return x > 0.0f ? x : p0 * x; });
     case kXielu:
-      return each(v, n, [=](vf x) { return xielu(x, p0, p1, p2, p3); });
+      return use([=](vf x) { return xielu(x, p0, p1, p2, p3); });
     default:  // identity
-      return;
+      return use([](vf x) { return x; });
   }
 }

@@ -112,13 +112,15 @@ void run(const Call& c, float* workspace) {
 }
 
 void activation(int act, const double* params, const float* src, float* dst, ptrdiff_t n) {
-  for (ptrdiff_t i = 0; i < n; i += W) {
-    float part[W] = {};
-    const ptrdiff_t count = imin(W, n - i);
-    for (ptrdiff_t j = 0; j < count; ++j) part[j] = src[i + j];
-    activate(act, params, part, W);
-    for (ptrdiff_t j = 0; j < count; ++j) dst[i + j] = part[j];
-  }
+  with_activation(act, params, [=](auto f) {
+    for (ptrdiff_t i = 0; i < n; i += W) {
+      float part[W] = {};
+      const ptrdiff_t count = imin(W, n - i);
+      for (ptrdiff_t j = 0; j < count; ++j) part[j] = src[i + j];
+      store(part, f(load(part)));
+      for (ptrdiff_t j = 0; j < count; ++j) dst[i + j] = part[j];
+    }
+  });
 }
 
 }  // namespace

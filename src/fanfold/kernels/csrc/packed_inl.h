@@ -80,8 +80,8 @@ static Plan plan(const PackedCall& c, uintptr_t base) {
   }
   ptrdiff_t columns = div_up(c.down.n, kLanes);
   for (int i = 0; i < c.n_beside; ++i) columns += div_up(c.beside[i].matrix.n, kLanes);
-  const ptrdiff_t unit = p.pair ? 2 : 1, few = imin(round_up(imax(columns / (6 * threads), 1), unit), 8);
-  p.down_columns = balanced(columns, threads, unit, few, 8);
+  const ptrdiff_t unit = p.pair ? 2 : 1, few = imin(round_up(imax(columns / (12 * threads), 1), unit), 4);
+  p.down_columns = balanced(columns, threads, unit, few, 4);
   p.ldc = imax(p.chunk, p.down_columns * kLanes) + kLanes;  // rows a power of two apart would share a few cache sets
   p.shared = at;
   p.c_floats = (size_t)(round_up(p.block, kTileTokens) * p.ldc);
@@ -126,12 +126,12 @@ INL void add_columns(Task* task, const Packed& m, ptrdiff_t first, ptrdiff_t n, 
 }
 
 // The products of columns [first, first + n) of one or two matrices, gate after up for each.
-static void columns_product(const Packed& a, float* a_out, const Packed* b, float* b_out, ptrdiff_t first, ptrdiff_t n,
-                            const Plan& p, const Inputs& in, uint8_t* scratch) {
+static void columns_product(const Packed& a, float* a_out, const Packed* b, float* b_out, ptrdiff_t ldc,
+                            ptrdiff_t first, ptrdiff_t n, const Plan& p, const Inputs& in, uint8_t* scratch) {
   const ptrdiff_t step = p.pair ? 2 : 1, whole = n / step * step;
   const uint8_t* const after = a.columns + (first + n) * a.column_bytes;
   Task task;
-  task.ldc = p.ldc;
+  task.ldc = ldc;
   const auto run = [&](ptrdiff_t from, ptrdiff_t count, bool pair) {
     task.count = 0;
     task.pair = pair;
@@ -151,18 +151,26 @@ static bool up_task(const PackedCall& c, const Plan& p, ptrdiff_t f0, uint8_t* o
   float* const gate = up + p.c_floats;
   const bool gated = c.gate.columns != nullptr;
   const ptrdiff_t n = imin(p.chunk, c.up.n - f0), columns = div_up(n, kLanes);
-  columns_product(c.up, up, gated ? &c.gate : nullptr, gate, f0 / kLanes, columns, p, p.x, own);
+  columns_product(c.up, up, gated ? &c.gate : nullptr, gate, p.ldc, f0 / kLanes, columns, p, p.x, own);
   const ptrdiff_t written = columns * kLanes;
   bool finite = true;
   const ptrdiff_t groups = p.m.groups();
   for (ptrdiff_t g = 0, t0 = 0, t1; g < groups; ++g, t0 = t1) {
     t1 = p.m.begin(g + 1, groups);
-    for (ptrdiff_t t = t0; t < t1; ++t) {
-      float* const row = combine(c, gated, gate + t * p.ldc, up + t * p.ldc, written);
-      // beyond n act(0) need not be 0, and a group is quantized whole
-      for (ptrdiff_t i = n; i < imax(written, p.chunk); ++i) row[i] = 0.0f;
+    const ptrdiff_t first = t0 * p.ldc, T = t1 - t0;
+    float* const rows = (gated ? gate : up) + first;
+#ifdef FANFOLD_AMX
+    if (p.m.mode == kRowMode && n == written) {
+      coefficients(c, gated, gate + first, up + first, p.ldc, T, n, (Narrow*)(p.m.b + t0 * p.m.ld + f0), p.m.ld);
+      continue;
     }
-    finite &= put_group(c.down, p.m, t0, t1 - t0, f0, n, written, (gated ? gate : up) + t0 * p.ldc, p.ldc);
+#endif
+    coefficients(c, gated, gate + first, up + first, p.ldc, T, written, rows, p.ldc);
+    // beyond n act(0) need not be 0, and a group is quantized whole
+    for (ptrdiff_t t = 0; t < T && n < imax(written, p.chunk); ++t) {
+      __builtin_memset(rows + t * p.ldc + n, 0, (size_t)(imax(written, p.chunk) - n) * sizeof(float));
+    }
+    finite &= put_group(c.down, p.m, t0, T, f0, n, written, rows, p.ldc);
   }
   return finite;
 }
@@ -197,13 +205,24 @@ INL Last last_of(const PackedCall& c, const Plan& p, ptrdiff_t i) {
   return {nullptr, nullptr, 0, 0};
 }
 
+// Whether n outputs' sums are as well kept in y itself: whole lines of it, not all rows' in the same cache sets, and
+// tiles that end with the tokens.
+INL bool sums_may_lie_in_y(const PackedCall& c, const Inputs& in, const Last& last, ptrdiff_t n) {
+  if (c.y_dtype != kFloat32 || n % kLanes != 0 || is_by_rows(in.mode)) return false;
+  return (uintptr_t)last.y % 64 == 0 && last.y_stride % 16 == 0 && last.y_stride % 1024 != 0;
+}
+
 static void down_task(const PackedCall& c, const Plan& p, const Inputs& in, ptrdiff_t first, const Last& last,
                       uint8_t* own) {
   float* const out = (float*)(own + kScratchBytes);
   const Packed& m = *last.matrix;
   const ptrdiff_t columns = imin(p.down_columns, div_up(m.n, kLanes) - last.column), n0 = last.column * kLanes;
-  columns_product(m, out, nullptr, nullptr, last.column, columns, p, in, own);
   const ptrdiff_t n = imin(columns * kLanes, m.n - n0);
+  if (sums_may_lie_in_y(c, in, last, n)) {
+    float* const y = (float*)last.y + first * last.y_stride + n0;
+    return columns_product(m, y, nullptr, nullptr, last.y_stride, last.column, columns, p, in, own);
+  }
+  columns_product(m, out, nullptr, nullptr, p.ldc, last.column, columns, p, in, own);
   for (ptrdiff_t t = 0; t < in.tokens; ++t) {
     const ptrdiff_t at = (first + t) * last.y_stride + n0;
     if (c.y_dtype == kFloat32) {

@@ -208,9 +208,10 @@ static void span_product(const Packed& m, const uint8_t* column, const uint8_t* 
     tile.ldc = ldc;
     tile.fresh = k0 == 0;
   }
-  for (ptrdiff_t g = 0, t0 = 0, t1; g < groups; ++g, t0 = t1) {
-    t1 = in.begin(g + 1, groups);
-    const ptrdiff_t T = t1 - t0;
+  const ptrdiff_t fewer = in.tokens / groups, rest = in.tokens % groups;
+  for (ptrdiff_t g = 0, t0 = 0, T, beyond = 0; g < groups; ++g, t0 += T) {
+    T = fewer + ((beyond += rest) >= groups);  // to in.begin(g + 1, groups), without a division
+    beyond -= T > fewer ? groups : 0;
     hint.at = (uintptr_t)(ahead ? at[0] + kAheadBytes : next) + (uintptr_t)(g * share);
     float* const to = c + t0 * ldc;
     if (ints) {
