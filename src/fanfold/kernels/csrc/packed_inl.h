@@ -80,8 +80,10 @@ static Plan plan(const PackedCall& c, uintptr_t base) {
   }
   ptrdiff_t columns = div_up(c.down.n, kLanes);
   for (int i = 0; i < c.n_beside; ++i) columns += div_up(c.beside[i].matrix.n, kLanes);
-  const ptrdiff_t unit = p.pair ? 2 : 1, few = imin(round_up(imax(columns / (12 * threads), 1), unit), 4);
-  p.down_columns = balanced(columns, threads, unit, few, 4);
+  // Few tokens: long streams of memory. Many: short tasks, so that nobody waits long for the last one.
+  const ptrdiff_t unit = p.pair ? 2 : 1, most = c.tokens > kTileTokens ? 4 : 8;
+  const ptrdiff_t few = imin(round_up(imax(columns / (48 / most * threads), 2), unit), most);
+  p.down_columns = balanced(columns, threads, unit, few, most);
   p.ldc = imax(p.chunk, p.down_columns * kLanes) + kLanes;  // rows a power of two apart would share a few cache sets
   p.shared = at;
   p.c_floats = (size_t)(round_up(p.block, kTileTokens) * p.ldc);
