@@ -31,7 +31,7 @@ if cpu._missing is not None:
 ISAS = cpu.isas()
 INTEGER = formats.INTEGER
 MODES = [(f, a) for f in packed.FORMATS for a in (("int8", "float") if f in INTEGER else ("float",))]
-SHAPES = ((1, 1), (17, 33), (33, 648), (64, 64), (50, 300))
+SHAPES = ((1, 1), (48, 33), (33, 648), (64, 64), (50, 300))  # 48: three columns, without a line that is cut
 TOKENS = (1, 3, 12, 17, 33, 150)
 
 

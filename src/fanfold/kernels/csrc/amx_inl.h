@@ -50,15 +50,13 @@ INL void zero_rows(const Inputs& in, ptrdiff_t k) {
 // Memory asked for meanwhile: of each of the `columns` columns from `next` on as much as inputs [k0, k0 + n) are, a
 // share with each step of a tile of `inputs` inputs.
 struct RowHint {
-  RowHint(const Packed& m, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n, ptrdiff_t tokens, ptrdiff_t inputs,
-          int columns)
+  RowHint(const Packed& m, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n, ptrdiff_t tokens, ptrdiff_t inputs)
       : at((uintptr_t)next),
         step((bytes_before(m, k0 + n) - bytes_before(m, k0)) / (div_up(tokens, kTileTokens) * div_up(n, inputs))),
-        pitch(m.column_bytes),
-        columns(columns) {}
+        pitch(m.column_bytes) {}
   void ask() {
     for (ptrdiff_t i = 0; i < step; i += 64) {
-      for (int r = 0; r < columns; ++r) __builtin_prefetch((const void*)(at + (uintptr_t)(r * pitch + i)), 0, 2);
+      for (int r = 0; r < 2; ++r) __builtin_prefetch((const void*)(at + (uintptr_t)(r * pitch + i)), 0, 2);
     }
     at += (uintptr_t)step;
   }
@@ -66,27 +64,26 @@ struct RowHint {
  private:
   uintptr_t at;
   ptrdiff_t step, pitch;
-  int columns;
 };
 
-// c[t * ldc + r * 16 + lane] += n inputs (in whole tiles, zeros behind them) of R columns and kTileTokens tokens; = if
-// `fresh`. Two: tokens beyond the first 16 exist. Before each of the columns' tiles is read, `before` is called, and
+// c[t * ldc + r * 16 + lane] += n inputs (in whole tiles, zeros behind them) of two columns and kTileTokens tokens; =
+// if `fresh`. Two: tokens beyond the first 16 exist. Before each of the columns' tiles is read, `before` is called, and
 // once more: it makes that tile while the matrix unit is at the last one.
-template <int R, bool Two, class Before>
+template <bool Two, class Before>
 INL void row_tile(const uint8_t* const (&columns)[2], ptrdiff_t n, const uint16_t* x, ptrdiff_t ld, float* c,
                   ptrdiff_t ldc, bool fresh, RowHint* hint, Before before) {
   before();
   const size_t c_pitch = (size_t)ldc * sizeof(float), x_pitch = (size_t)ld * sizeof(uint16_t);
   if (fresh) {
     _tile_zero(0);
+    _tile_zero(1);
     if constexpr (Two) _tile_zero(2);
-    if constexpr (R == 2) _tile_zero(1);
-    if constexpr (R == 2 && Two) _tile_zero(3);
+    if constexpr (Two) _tile_zero(3);
   } else {
     _tile_loadd(0, c, c_pitch);
+    _tile_loadd(1, c + kLanes, c_pitch);
     if constexpr (Two) _tile_loadd(2, c + 16 * ldc, c_pitch);
-    if constexpr (R == 2) _tile_loadd(1, c + kLanes, c_pitch);
-    if constexpr (R == 2 && Two) _tile_loadd(3, c + 16 * ldc + kLanes, c_pitch);
+    if constexpr (Two) _tile_loadd(3, c + 16 * ldc + kLanes, c_pitch);
   }
   for (ptrdiff_t k = 0; k < n; k += kTileInputs) {
     before();
@@ -97,21 +94,19 @@ INL void row_tile(const uint8_t* const (&columns)[2], ptrdiff_t n, const uint16_
       _tile_loadd(5, x + 16 * ld + k, x_pitch);
       _tile_dpbf16ps(2, 5, 6);
     }
-    if constexpr (R == 2) {
-      _tile_loadd(7, columns[1] + k * 32, 64);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if constexpr (R == 2 && Two) _tile_dpbf16ps(3, 5, 7);
+    _tile_loadd(7, columns[1] + k * 32, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (Two) _tile_dpbf16ps(3, 5, 7);
     hint->ask();
   }
   _tile_stored(0, c, c_pitch);
+  _tile_stored(1, c + kLanes, c_pitch);
   if constexpr (Two) _tile_stored(2, c + 16 * ldc, c_pitch);
-  if constexpr (R == 2) _tile_stored(1, c + kLanes, c_pitch);
-  if constexpr (R == 2 && Two) _tile_stored(3, c + 16 * ldc + kLanes, c_pitch);
+  if constexpr (Two) _tile_stored(3, c + 16 * ldc + kLanes, c_pitch);
 }
 
 // Integer sums of up to four tiles that wait to be scaled and added to c, so that the matrix unit goes on meanwhile: of
-// 16 tokens and a column each, the columns of the first 16 tokens before those of the next.
+// 16 tokens and a column each, both columns of the first 16 tokens before those of the next.
 struct Waiting {
   const uint8_t* sums = nullptr;  // [tiles][16][16] int32
   int tiles = 0, done = 0;
@@ -121,10 +116,10 @@ struct Waiting {
   float* c = nullptr;
 };
 
-// The next of its R columns' tiles.
-template <int R, Scaling S>
+// The next of its tiles.
+template <Scaling S>
 INL void settle(Waiting* w, ptrdiff_t ldc) {
-  const int first = w->done / R * 16, r = w->done % R;
+  const int first = w->done / 2 * 16, r = w->done % 2;
   const uint8_t* const sums = w->sums + w->done * 1024;
   float* const c = w->c + first * ldc + r * kLanes;
   const vf scale = S == kByRow ? vf{} : load_half(w->scales[r]);
@@ -141,22 +136,22 @@ INL void settle(Waiting* w, ptrdiff_t ldc) {
   ++w->done;
 }
 
-// An activation group of up to two columns: whole tiles of codes, and their scales and minima.
+// An activation group of two columns: whole tiles of codes, and their scales and minima.
 struct CodeGroup {
   const uint8_t *codes[2], *scales[2], *minima[2];
   ptrdiff_t k, steps, table;
 };
 
 // One group's sums with up to kTileTokens tokens; meanwhile `waiting` is settled, then these sums wait, in `room`.
-template <int R, Scaling S, bool Two>
+template <Scaling S, bool Two>
 INL void code_tile(const CodeGroup& group, const int8_t* x, ptrdiff_t ld, ptrdiff_t ldc, uint8_t* room,
                    Waiting* waiting, RowHint* hint) {
   _tile_zero(0);
-  if constexpr (R == 2) _tile_zero(1);
+  _tile_zero(1);
   if constexpr (Two) _tile_zero(2);
-  if constexpr (R == 2 && Two) _tile_zero(3);
+  if constexpr (Two) _tile_zero(3);
   const int8_t* at = x + group.k;
-  const uint8_t *first = group.codes[0], *second = group.codes[R - 1];
+  const uint8_t *first = group.codes[0], *second = group.codes[1];
   for (ptrdiff_t i = 0; i < group.steps; ++i, at += kTileCodes, first += 1024, second += 1024) {
     _tile_loadd(4, at, (size_t)ld);
     _tile_loadd(6, first, 64);
@@ -165,19 +160,17 @@ INL void code_tile(const CodeGroup& group, const int8_t* x, ptrdiff_t ld, ptrdif
       _tile_loadd(5, at + 16 * ld, (size_t)ld);
       _tile_dpbsud(2, 5, 6);
     }
-    if constexpr (R == 2) {
-      _tile_loadd(7, second, 64);
-      _tile_dpbsud(1, 4, 7);
-    }
-    if constexpr (R == 2 && Two) _tile_dpbsud(3, 5, 7);
+    _tile_loadd(7, second, 64);
+    _tile_dpbsud(1, 4, 7);
+    if constexpr (Two) _tile_dpbsud(3, 5, 7);
     hint->ask();
-    if (waiting->done < waiting->tiles) settle<R, S>(waiting, ldc);
+    if (waiting->done < waiting->tiles) settle<S>(waiting, ldc);
   }
-  while (waiting->done < waiting->tiles) settle<R, S>(waiting, ldc);
+  while (waiting->done < waiting->tiles) settle<S>(waiting, ldc);
   _tile_stored(0, room, 64);
-  if constexpr (R == 2) _tile_stored(1, room + 1024, 64);
-  if constexpr (Two) _tile_stored(2, room + R * 1024, 64);
-  if constexpr (R == 2 && Two) _tile_stored(3, room + 3 * 1024, 64);
+  _tile_stored(1, room + 1024, 64);
+  if constexpr (Two) _tile_stored(2, room + 2 * 1024, 64);
+  if constexpr (Two) _tile_stored(3, room + 3 * 1024, 64);
 }
 
 // Two float32 vectors, of an even input and the next, as bfloat16 pairs: to nearest, ties away from zero. A NaN must be
@@ -232,14 +225,16 @@ INL void narrow_line(const uint8_t* w, uint16_t* to, const Lift& l) {
   }
 }
 
-// The tiles of a span of R columns of codes as bfloat16, one after the other. The scale of a row comes at the end, so
+// The tiles of a span of two columns of codes as bfloat16, one after the other. The scale of a row comes at the end, so
 // that those numbers are exact.
-template <int R, int Bits, bool ByRow>
+template <int Bits, bool ByRow>
 class Narrowing {
  public:
-  // Inputs [k0, k0 + n) of a column and the next; the tiles of the second lie `apart` behind those of the first.
-  Narrowing(const Packed& m, const uint8_t* column, ptrdiff_t k0, ptrdiff_t n, uint16_t* to, size_t apart)
-      : m_(m), w_(column + bytes_before(m, k0)), left_(n), to_(to), apart_(apart) {}
+  // Inputs [k0, k0 + n) of a column and of that `pitch` bytes on; the tiles of the second lie `apart` behind those of
+  // the first.
+  Narrowing(const Packed& m, const uint8_t* column, ptrdiff_t pitch, ptrdiff_t k0, ptrdiff_t n, uint16_t* to,
+            size_t apart)
+      : m_(m), pitch_(pitch), w_(column + bytes_before(m, k0)), left_(n), to_(to), apart_(apart) {}
 
   // Makes the next tile of each column, zeros behind the last input; none if none is left.
   inline __attribute__((always_inline)) void operator()() {
@@ -254,8 +249,8 @@ class Narrowing {
     constexpr int kLine = 32 / Bits;
     const ptrdiff_t n = imin(kTileInputs, in_block_), lines = div_up(n, kLine);
 #pragma GCC unroll 2
-    for (int r = 0; r < R; ++r) {
-      const ptrdiff_t pitch = r * m_.column_bytes;
+    for (int r = 0; r < 2; ++r) {
+      const ptrdiff_t pitch = r * pitch_;
       const vf scale = ByRow ? vf{} : usual_nan(load_half(scales_ + pitch));
       // the offset is a power of two: its product with the scale is exact
       const vf least = ByRow        ? splat((float)-m_.offset)
@@ -289,6 +284,7 @@ class Narrowing {
 
  private:
   const Packed& m_;
+  ptrdiff_t pitch_;
   const uint8_t *w_, *scales_ = nullptr, *minima_ = nullptr;
   ptrdiff_t left_, in_block_ = 0, in_group_ = 0, group_ = 0;
   uint16_t* to_;

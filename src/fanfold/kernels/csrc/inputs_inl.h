@@ -74,7 +74,8 @@ INL size_t place_inputs(const Packed& m, ptrdiff_t tokens, Mode mode, bool pair,
     in->b = (uint16_t*)(base + at);
     return at + line_up((size_t)(round_up(tokens, kTileTokens) * in->ld) * sizeof(uint16_t));
   }
-  in->most = mode == kCodeRowMode ? kTileTokens : pair ? kIntPairTokens : kIntOneTokens;
+  const int most_of_two = m.bits == 4 ? kSmallPairTokens : kIntPairTokens;
+  in->most = mode == kCodeRowMode ? kTileTokens : pair ? most_of_two : kIntOneTokens;
   in->ld = round_up(m.k, 256);  // whole activation groups of every format
   in->tables = div_up(m.k, m.activation_group);
   if (mode == kCodeRowMode) {

@@ -7,6 +7,9 @@ constexpr int kPairTokens = W == 16 ? 14 : W == 8 ? 2 : 0;
 constexpr int kOneTokens = W == 16 ? 14 : W == 8 ? 6 : 3;  // … of one column
 constexpr int kIntPairTokens = W == 16 ? 12 : W == 8 ? 2 : 0;
 constexpr int kIntOneTokens = W == 16 ? 12 : W == 8 ? 4 : 2;
+// No tiles of one column, half of all that would be compiled: a last, odd column is multiplied twice, the second time
+// into room beside it.
+constexpr bool kAlwaysPairs = W == 16;
 constexpr ptrdiff_t kBlockTokens = 128;    // of one pass over the weights, about
 constexpr ptrdiff_t kTileTokens = 32;      // two tiles of the matrix unit
 constexpr ptrdiff_t kTilesFrom = 5;        // tokens from which it is the faster way (measured)
@@ -15,6 +18,8 @@ constexpr ptrdiff_t kAheadBytes = 2048;    // how far memory is asked for in adv
 
 #include "dot_inl.h"
 //
+constexpr int kSmallPairTokens = kByPairs && W == 16 ? 6 : kIntPairTokens;  // two sums of each number
+
 #include "inputs_inl.h"
 //
 #include "tiles_inl.h"
@@ -68,7 +73,7 @@ static Plan plan(const PackedCall& c, uintptr_t base) {
   p.block = div_up(c.tokens, imax((c.tokens + about / 2 - 1) / about, 1));
   if (by_rows) p.block = round_up(p.block, kTileTokens);
   // even for one token: two columns are two streams of memory
-  p.pair = W == 16 || c.tokens <= kPairTokens;
+  p.pair = kAlwaysPairs || c.tokens <= kPairTokens;
   size_t at = place_inputs(first_matrix(c), p.block, first_mode, p.pair, base, 0, &p.x);
   static_assert(kMostColumns * kLanes >= 2 * 256, "gate's and up's columns of the largest activation group");
   if (c.up.columns != nullptr) {
@@ -84,7 +89,8 @@ static Plan plan(const PackedCall& c, uintptr_t base) {
   const ptrdiff_t unit = p.pair ? 2 : 1, most = c.tokens > kTileTokens ? 4 : 8;
   const ptrdiff_t few = imin(round_up(imax(columns / (48 / most * threads), 2), unit), most);
   p.down_columns = balanced(columns, threads, unit, few, most);
-  p.ldc = imax(p.chunk, p.down_columns * kLanes) + kLanes;  // rows a power of two apart would share a few cache sets
+  // Even numbers of columns, with room beside a last, odd one; rows a power of two apart would share a few cache sets.
+  p.ldc = imax(p.chunk, p.down_columns * kLanes) + kLanes;
   p.shared = at;
   p.c_floats = (size_t)(round_up(p.block, kTileTokens) * p.ldc);
   p.lists = line_up(kScratchBytes + 2 * p.c_floats * sizeof(float));
@@ -210,7 +216,7 @@ INL Last last_of(const PackedCall& c, const Plan& p, ptrdiff_t i) {
 // Whether n outputs' sums are as well kept in y itself: whole lines of it, not all rows' in the same cache sets, and
 // tiles that end with the tokens.
 INL bool sums_may_lie_in_y(const PackedCall& c, const Inputs& in, const Last& last, ptrdiff_t n) {
-  if (c.y_dtype != kFloat32 || n % kLanes != 0 || is_by_rows(in.mode)) return false;
+  if (c.y_dtype != kFloat32 || n % (kAlwaysPairs ? 2 * kLanes : kLanes) != 0 || is_by_rows(in.mode)) return false;
   return (uintptr_t)last.y % 64 == 0 && last.y_stride % 16 == 0 && last.y_stride % 1024 != 0;
 }
 

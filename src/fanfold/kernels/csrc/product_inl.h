@@ -14,7 +14,7 @@ struct Task {
   ptrdiff_t column[kMostColumns];
   float* out[kMostColumns];  // [tokens][ldc]
   ptrdiff_t count;           // of pairs if `pair`, else of columns
-  bool pair;                 // each entry is two neighbouring columns
+  bool pair;                 // each entry is two neighbouring columns; else see kAlwaysPairs
   ptrdiff_t ldc;
 };
 
@@ -24,14 +24,13 @@ INL const uint8_t* column_at(const Task& task, ptrdiff_t i) {
 
 #ifdef FANFOLD_AMX
 // As span_product on the matrix unit. A column of bfloat16 is read as it lies but for a last, partly filled tile.
-template <int R>
-static void span_product_rows(const Packed& m, const uint8_t* column, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n,
-                              const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
+static void span_product_rows(const Packed& m, const uint8_t* column, ptrdiff_t pitch, const uint8_t* next,
+                              ptrdiff_t k0, ptrdiff_t n, const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
   const ptrdiff_t whole = n / kTileInputs * kTileInputs;
   const uint8_t *at[2] = {}, *rest[2] = {};
-  for (int r = 0; r < R; ++r) {
+  for (int r = 0; r < 2; ++r) {
     uint8_t* const to = scratch + (size_t)r * (kScratchBytes / 2);
-    at[r] = column + r * m.column_bytes + bytes_before(m, k0);
+    at[r] = column + r * pitch + bytes_before(m, k0);
     rest[r] = to;
     if (whole < n) {
       const size_t bytes = (size_t)div_up(n - whole, 2) * 64;
@@ -39,31 +38,32 @@ static void span_product_rows(const Packed& m, const uint8_t* column, const uint
       __builtin_memset(to + bytes, 0, 1024 - bytes);
     }
   }
-  RowHint hint(m, next, k0, n, in.tokens, kTileInputs, R);
+  RowHint hint(m, next, k0, n, in.tokens, kTileInputs);
   for (ptrdiff_t t = 0; t < in.tokens; t += kTileTokens) {
     const uint16_t* const x = in.b + t * in.ld + k0;
     const auto both = [&](auto two) __attribute__((always_inline)) {
       constexpr bool kTwo = decltype(two)::value;
       const NothingBefore none;
-      if (whole > 0) row_tile<R, kTwo>(at, whole, x, in.ld, c + t * ldc, ldc, k0 == 0, &hint, none);
+      if (whole > 0) row_tile<kTwo>(at, whole, x, in.ld, c + t * ldc, ldc, k0 == 0, &hint, none);
       if (whole == n) return;
-      row_tile<R, kTwo>(rest, n - whole, x + whole, in.ld, c + t * ldc, ldc, k0 + whole == 0, &hint, none);
+      row_tile<kTwo>(rest, n - whole, x + whole, in.ld, c + t * ldc, ldc, k0 + whole == 0, &hint, none);
     };
     in.tokens - t > 16 ? both(std::true_type{}) : both(std::false_type{});
   }
 }
 
 // The same of codes: they become bfloat16 while they meet the first tokens.
-template <int R, int Bits, bool ByRow>
-static void span_product_narrowed(const Packed& m, const uint8_t* column, const uint8_t* next, ptrdiff_t k0,
-                                  ptrdiff_t n, const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
+template <int Bits, bool ByRow>
+static void span_product_narrowed(const Packed& m, const uint8_t* column, ptrdiff_t pitch, const uint8_t* next,
+                                  ptrdiff_t k0, ptrdiff_t n, const Inputs& in, float* c, ptrdiff_t ldc,
+                                  uint8_t* scratch) {
   const uint8_t* const at[2] = {scratch, scratch + kScratchBytes / 2};
-  Narrowing<R, Bits, ByRow> narrowing(m, column, k0, n, (uint16_t*)scratch, kScratchBytes / 2 / sizeof(uint16_t));
-  RowHint hint(m, next, k0, n, in.tokens, kTileInputs, R);
+  Narrowing<Bits, ByRow> narrowing(m, column, pitch, k0, n, (uint16_t*)scratch, kScratchBytes / 2 / sizeof(uint16_t));
+  RowHint hint(m, next, k0, n, in.tokens, kTileInputs);
   for (ptrdiff_t t = 0; t < in.tokens; t += kTileTokens) {
     const uint16_t* const x = in.b + t * in.ld + k0;
     const auto all = [&](auto two, auto before) __attribute__((always_inline)) {
-      row_tile<R, decltype(two)::value>(at, n, x, in.ld, c + t * ldc, ldc, k0 == 0, &hint, before);
+      row_tile<decltype(two)::value>(at, n, x, in.ld, c + t * ldc, ldc, k0 == 0, &hint, before);
     };
     const bool two = in.tokens - t > 16;
     if (t == 0) {
@@ -75,10 +75,9 @@ static void span_product_narrowed(const Packed& m, const uint8_t* column, const 
   }
 }
 
-// The groups of inputs [k0, k0 + n) of R columns, as bytes in whole tiles: where they lie, or else in `room`.
-template <int R>
-static ptrdiff_t code_groups(const Packed& m, const uint8_t* column, ptrdiff_t k0, ptrdiff_t n, uint8_t* room,
-                             CodeGroup* groups) {
+// The groups of inputs [k0, k0 + n) of both columns, as bytes in whole tiles: where they lie, or else in `room`.
+static ptrdiff_t code_groups(const Packed& m, const uint8_t* column, ptrdiff_t pitch, ptrdiff_t k0, ptrdiff_t n,
+                             uint8_t* room, CodeGroup* groups) {
   ptrdiff_t count = 0;
   for (ptrdiff_t b = 0; b < n; b += m.block) {
     const ptrdiff_t in_block = imin(m.block, n - b), header = header_bytes(m, in_block);
@@ -90,8 +89,8 @@ static ptrdiff_t code_groups(const Packed& m, const uint8_t* column, ptrdiff_t k
       group.k = b + first;
       group.steps = div_up(inputs, kTileCodes);
       group.table = (k0 + group.k) / m.activation_group;
-      for (int r = 0; r < R; ++r) {
-        const uint8_t* const at = block + r * m.column_bytes;
+      for (int r = 0; r < 2; ++r) {
+        const uint8_t* const at = block + r * pitch;
         const uint8_t* const codes = at + header + first * kLanes * m.bits / 8;
         group.scales[r] = at + i * 32;
         group.minima[r] = at + (of_block + i) * 32;
@@ -114,13 +113,13 @@ static ptrdiff_t code_groups(const Packed& m, const uint8_t* column, ptrdiff_t k
 }
 
 // The same with codes. The sums of an activation group are exact.
-template <int R, Scaling S>
-static void span_product_codes(const Packed& m, const uint8_t* column, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n,
-                               const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
+template <Scaling S>
+static void span_product_codes(const Packed& m, const uint8_t* column, ptrdiff_t pitch, const uint8_t* next,
+                               ptrdiff_t k0, ptrdiff_t n, const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
   CodeGroup groups[kCodeSpan / kTileCodes];
-  const ptrdiff_t n_groups = code_groups<R>(m, column, k0, n, scratch, groups);
+  const ptrdiff_t n_groups = code_groups(m, column, pitch, k0, n, scratch, groups);
   uint8_t* const rooms = scratch + kScratchBytes / 2;
-  RowHint hint(m, next, k0, n, in.tokens, kTileCodes, R);
+  RowHint hint(m, next, k0, n, in.tokens, kTileCodes);
   Waiting waiting;
   int room = 0;
   for (ptrdiff_t t = 0; t < in.tokens; t += kTileTokens) {
@@ -130,41 +129,41 @@ static void span_product_codes(const Packed& m, const uint8_t* column, const uin
       const CodeGroup& group = groups[g];
       uint8_t* const sums = rooms + room * 4096;
       if (two) {
-        code_tile<R, S, true>(group, x, in.ld, ldc, sums, &waiting, &hint);
+        code_tile<S, true>(group, x, in.ld, ldc, sums, &waiting, &hint);
       } else {
-        code_tile<R, S, false>(group, x, in.ld, ldc, sums, &waiting, &hint);
+        code_tile<S, false>(group, x, in.ld, ldc, sums, &waiting, &hint);
       }
       const ptrdiff_t entries = in.entries(group.table, t, 0);
       waiting = {sums,
-                 two ? 2 * R : R,
+                 two ? 4 : 2,
                  0,
                  in.scale + entries,
                  in.sum + entries,
                  in.start + entries,
-                 {group.scales[0], group.scales[R - 1]},
-                 {group.minima[0], group.minima[R - 1]},
+                 {group.scales[0], group.scales[1]},
+                 {group.minima[0], group.minima[1]},
                  c + t * ldc};
     }
   }
-  while (waiting.done < waiting.tiles) settle<R, S>(&waiting, ldc);
+  while (waiting.done < waiting.tiles) settle<S>(&waiting, ldc);
 }
 #endif
 
 // One entry's span [k0, k0 + n) with every group of tokens; meanwhile memory is asked for `next`, which is as long. The
-// first span's sums are written to c, the others' added, but those of kCodeRowMode.
+// first span's sums are written to c, the others' added, but those of kCodeRowMode. pitch: from a column to the second.
 template <int R>
-static void span_product(const Packed& m, const uint8_t* column, const uint8_t* next, ptrdiff_t k0, ptrdiff_t n,
-                         const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
+static void span_product(const Packed& m, const uint8_t* column, ptrdiff_t pitch, const uint8_t* next, ptrdiff_t k0,
+                         ptrdiff_t n, const Inputs& in, float* c, ptrdiff_t ldc, uint8_t* scratch) {
 #ifdef FANFOLD_AMX
   if (in.mode == kRowMode || in.mode == kCodeRowMode) {
-    const auto product = in.mode == kRowMode ? m.format == kBf16 ? span_product_rows<R>
-                                               : m.bits == 4     ? span_product_narrowed<R, 4, false>
-                                               : m.group == 0    ? span_product_narrowed<R, 8, true>
-                                                                 : span_product_narrowed<R, 8, false>
-                         : m.group == 0      ? span_product_codes<R, kByRow>
-                         : m.minimum         ? span_product_codes<R, kByGroupWithMinimum>
-                                             : span_product_codes<R, kByGroup>;
-    return product(m, column, next, k0, n, in, c, ldc, scratch);
+    const auto product = in.mode == kRowMode ? m.format == kBf16 ? span_product_rows
+                                               : m.bits == 4     ? span_product_narrowed<4, false>
+                                               : m.group == 0    ? span_product_narrowed<8, true>
+                                                                 : span_product_narrowed<8, false>
+                         : m.group == 0      ? span_product_codes<kByRow>
+                         : m.minimum         ? span_product_codes<kByGroupWithMinimum>
+                                             : span_product_codes<kByGroup>;
+    return product(m, column, pitch, next, k0, n, in, c, ldc, scratch);
   }
 #endif
   const ptrdiff_t groups = in.groups(), bytes = bytes_before(m, k0 + n) - bytes_before(m, k0);
@@ -174,13 +173,13 @@ static void span_product(const Packed& m, const uint8_t* column, const uint8_t* 
       ints ? !nibbles || groups <= 2 : in.mode == kDotMode || m.format == kFp32 || (groups <= 2 && !m.is_integer());
   const uint8_t* at[2];
   for (int r = 0; r < R; ++r) {
-    at[r] = column + r * m.column_bytes + bytes_before(m, k0);
+    at[r] = column + r * pitch + bytes_before(m, k0);
     if (direct) continue;
     uint8_t* const to = scratch + (size_t)r * (kScratchBytes / 2);
     if (ints) {
-      unpack_nibbles(m, column + r * m.column_bytes, k0, n, to);
+      unpack_nibbles(m, column + r * pitch, k0, n, to);
     } else {
-      expand(m, column + r * m.column_bytes, k0, n, (float*)to);
+      expand(m, column + r * pitch, k0, n, (float*)to);
     }
     at[r] = to;
   }
@@ -223,11 +222,11 @@ static void span_product(const Packed& m, const uint8_t* column, const uint8_t* 
       tile.c = to;
       tile.hint = hint;
       const Scaling scaling = m.group == 0 ? kByRow : m.minimum ? kByGroupWithMinimum : kByGroup;
-      constexpr int kMost = R == 2 ? kIntPairTokens : kIntOneTokens;
+      constexpr int kMost = R == 2 ? kIntPairTokens : kIntOneTokens, kMostSmall = R == 2 ? kSmallPairTokens : kMost;
       if (nibbles && direct) {
-        int_tiles<R, kNibbles, kMost>(T, tile, scaling);
+        int_tiles<R, kNibbles, kMostSmall>(T, tile, scaling);
       } else if (nibbles && kByPairs) {
-        if constexpr (kByPairs) int_tiles<R, kSmall, kMost>(T, tile, scaling);
+        if constexpr (kByPairs) int_tiles<R, kSmall, kMostSmall>(T, tile, scaling);
       } else {
         int_tiles<R, kBytes, kMost>(T, tile, scaling);
       }
@@ -292,18 +291,19 @@ INL ptrdiff_t span_of(const Packed& m, const Inputs& in) {
 static void product(const Task& task, const Inputs& in, const uint8_t* next, uint8_t* scratch) {
   const Packed& m = *task.matrix[0];
   const ptrdiff_t span = span_of(m, in), width = task.pair ? 2 * kLanes : kLanes;
-  const bool sparse = in.lines != nullptr;
+  const ptrdiff_t pitch = task.pair ? m.column_bytes : 0;
+  const bool sparse = in.lines != nullptr, two = task.pair || kAlwaysPairs;
   for (ptrdiff_t i = 0; i < task.count && (sparse || in.mode == kCodeRowMode || m.k == 0); ++i) {
     for (ptrdiff_t t = 0; t < in.tokens; ++t) {
-      for (ptrdiff_t j = 0; j < width; j += W) store(task.out[i] + t * task.ldc + j, vf{});
+      for (ptrdiff_t j = 0; j < (two ? 2 * kLanes : kLanes); j += W) store(task.out[i] + t * task.ldc + j, vf{});
     }
   }
   if (sparse) {
     for (ptrdiff_t i = 0; i < task.count; ++i) {
-      if (task.pair) {
-        if constexpr (kPairTokens > 0) sparse_product<2>(*task.matrix[i], column_at(task, i), in, task.out[i]);
+      if (two) {
+        if constexpr (kPairTokens > 0) sparse_product<2>(*task.matrix[i], column_at(task, i), pitch, in, task.out[i]);
       } else {
-        sparse_product<1>(*task.matrix[i], column_at(task, i), in, task.out[i]);
+        if constexpr (!kAlwaysPairs) sparse_product<1>(*task.matrix[i], column_at(task, i), 0, in, task.out[i]);
       }
     }
     return finish_task(task, in, width);
@@ -323,12 +323,13 @@ static void product(const Task& task, const Inputs& in, const uint8_t* next, uin
         } else if (o + 1 < outer) {
           then = column_at(task, i + 1);
         }
-        if (task.pair) {
+        const uint8_t* const at = column_at(task, i);
+        if (two) {
           if constexpr (kPairTokens > 0) {
-            span_product<2>(m, column_at(task, i), then, k0, n, in, task.out[i], task.ldc, scratch);
+            span_product<2>(m, at, pitch, then, k0, n, in, task.out[i], task.ldc, scratch);
           }
         } else {
-          span_product<1>(m, column_at(task, i), then, k0, n, in, task.out[i], task.ldc, scratch);
+          if constexpr (!kAlwaysPairs) span_product<1>(m, at, 0, then, k0, n, in, task.out[i], task.ldc, scratch);
         }
       }
     }

@@ -168,8 +168,8 @@ static void sparse_tile(const uint8_t* const (&columns)[2], const int32_t* lines
 }
 
 template <int R>
-static void sparse_product(const Packed& m, const uint8_t* column, const Inputs& in, float* c) {
-  const uint8_t* const columns[2] = {column, column + (R - 1) * m.column_bytes};
+static void sparse_product(const Packed& m, const uint8_t* column, ptrdiff_t pitch, const Inputs& in, float* c) {
+  const uint8_t* const columns[2] = {column, column + pitch};
   for (ptrdiff_t i = 0; i < in.n_lines; i += 128) {  // sums as short as elsewhere
     const ptrdiff_t n = imin(128, in.n_lines - i);
     if (m.format == kFp32) {
