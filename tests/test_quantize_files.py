@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -246,6 +247,18 @@ def test_another_job_is_not_mixed_in(model, tmp_path):
     quantize_checkpoint(ff.load(model), tmp_path / "out", "int4")
 
 
+def test_another_model_of_the_same_size_and_time_is_not_mixed_in(model, tmp_path):
+    with pytest.raises(_StoppedError):
+        quantize_checkpoint(ff.load(model), tmp_path / "out", "int4", progress=_stop_after(1))
+    (file,) = model.glob("*.safetensors")
+    before = file.stat()
+    save_file({name: value + 1 for name, value in load_file(file).items()}, file, {"format": "pt"})
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    with pytest.raises(ValueError, match="unfinished work of another job"):
+        quantize_checkpoint(ff.load(model), tmp_path / "out", "int4")
+
+
 def test_places_that_cannot_be_written(model, tmp_path):
     (tmp_path / "taken").mkdir()
     with pytest.raises(ValueError, match="taken exists: give another place"):
@@ -280,6 +293,18 @@ def test_another_version_is_refused(folder, key, value):
     _edit_index(folder, lambda index: index.update({key: value}))
     with pytest.raises(CheckpointError, match=rf"{key} is {value!r}, this fanfold reads 1 \(written by fanfold"):
         ff.load(folder)
+
+
+@pytest.mark.parametrize("at", [-1, -700])
+def test_damaged_data_are_refused(folder, at):
+    path = folder / "ffn-00001.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 4
+    path.write_bytes(raw)
+    loaded = ff.load(folder)
+    with pytest.raises(CheckpointError, match=r"ffn-00001.safetensors: damaged: its data are not those of its sha256"):
+        loaded.ffns[1]
+    assert loaded.ffns[0].spec == loaded.ffns[2].spec
 
 
 def test_another_version_of_a_part_is_refused(folder):

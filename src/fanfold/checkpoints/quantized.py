@@ -14,11 +14,16 @@ The data begin on a 64-byte line, so that the kernels read the mapped file itsel
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..kernels.packed import ACTIVATIONS, FORMATS, LAYOUT_VERSION, PackedMatrix, packed_bytes
 from ..layout import Layout
@@ -36,15 +41,26 @@ _VERSIONS = {"fanfold_quantized": VERSION, "packed_layout": LAYOUT_VERSION}
 
 @dataclass(frozen=True)
 class PackedFFN:
-    """One FFN of such a folder: checked, not yet read."""
+    """One FFN of such a folder: its header checked, not yet read."""
 
     spec: Spec
     matrices: dict[str, dict[str, str]]  # name -> format and activations
     parts: dict[str, TensorRef]
+    path: Path
+    sha256: str  # what the file says of its data
     layout: Layout = field(default_factory=Layout)
 
+    def intact(self) -> bool:
+        """Whether the data are those that were written."""
+        return digest(ref.raw() for ref in self.parts.values()) == self.sha256
+
     def read(self) -> Weights:
-        """Its Weights of `PackedMatrix`: the mapped file itself, in the kernels' reading order."""
+        """Its Weights of `PackedMatrix`: the mapped file itself, in the kernels' reading order. Raises CheckpointError
+        if the data are not those that were written."""
+        if not self.intact():
+            raise CheckpointError(
+                f"{self.path}: damaged: its data are not those of its sha256; quantize the model again"
+            )
         arrays: dict[str, Any] = {}
         for name, ref in self.parts.items():
             if name in self.matrices:
@@ -55,6 +71,14 @@ class PackedFFN:
         return Weights(self.spec, **arrays)
 
     read_packed = read
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """The sha256 of the bytes of tensors, one after the other."""
+    made = hashlib.sha256()
+    for tensor in tensors:
+        made.update(tensor.detach().contiguous().view(torch.uint8).numpy().data)
+    return made.hexdigest()
 
 
 def shape_of(spec: Spec, name: str) -> tuple[int, int]:
@@ -133,7 +157,8 @@ def read_part(path: Path) -> tuple[PackedFFN, dict[str, str]]:
         if (refs[name].format, refs[name].shape) != ("F32", (length,)):
             found = f"{refs[name].format} {list(refs[name].shape)}"
             raise CheckpointError(f"{path}: {name} is {found}, expected F32 [{length}]")
-    return PackedFFN(spec, matrices, {name: refs[name] for name in (*wanted, *biases)}), metadata
+    sha256 = metadata.get("sha256", "")
+    return PackedFFN(spec, matrices, {name: refs[name] for name in (*wanted, *biases)}, path, sha256), metadata
 
 
 def _check_matrix(path: Path, name: str, said: Any, spec: Spec, ref: TensorRef) -> None:

@@ -22,6 +22,9 @@ from .packed import PackedMatrix
 _library = torch.library.Library("fanfold", "FRAGMENT")
 _library.define("packed_linear(Tensor x, Tensor data, Tensor? bias, str description) -> Tensor")
 _library.define(
+    "packed_tied_linear(Tensor x, Tensor data, Tensor table, Tensor? bias, str seen, str description) -> Tensor"
+)
+_library.define(
     "packed_ffn(Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, "
     "str description) -> Tensor"
 )
@@ -126,6 +129,19 @@ def linear(x: Tensor, data: Tensor, bias: Tensor | None, description: str) -> Te
     return y
 
 
+def seen(table: Tensor) -> str:
+    """Where a table lies and how often it was written to, as text for `tied_linear`."""
+    return f"{table.data_ptr()} {'uncounted' if table.is_inference() else table._version}"
+
+
+def tied_linear(x: Tensor, data: Tensor, table: Tensor, bias: Tensor | None, known: str, description: str) -> Tensor:
+    """`linear` of a matrix that is also a table [N, K] of the model, as long as that is `seen` as it was when it was
+    packed; then with the table itself."""
+    if seen(table) == known:
+        return linear(x, data, bias, description)
+    return torch.nn.functional.linear(x, table.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
 def _plain_bias(bias: Tensor | None) -> bool:
     return bias is None or (bias.dtype is torch.float32 and bias.is_contiguous() and bias.is_cpu)
 
@@ -213,6 +229,7 @@ def call_ffn(x: Tensor, weights: Weights, description: str) -> Tensor:
 
 
 _library.impl("packed_linear", linear, "CPU")
+_library.impl("packed_tied_linear", tied_linear, "CPU")
 _library.impl("packed_ffn", ffn, "CPU")
 _library.impl("packed_weight", weight, "CPU")
 
@@ -221,6 +238,11 @@ _library.impl("packed_weight", weight, "CPU")
 def _(x, data, bias, description):
     (n, _), *_ = _kind(description)[1:]
     return x.new_empty((*x.shape[:-1], n))
+
+
+@torch.library.register_fake("fanfold::packed_tied_linear")
+def _(x, data, table, bias, known, description):
+    return x.new_empty((*x.shape[:-1], table.shape[0]))
 
 
 @torch.library.register_fake("fanfold::packed_ffn")

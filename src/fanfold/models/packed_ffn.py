@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from ..kernels import cpu, dispatch, packed, packed_op
 from ..kernels import torch as torch_ops
-from ..layout import INTERLEAVED, SEPARATE, Layout
+from ..layout import SEPARATE, Layout
 from ..weights import Weights
 from .packed_module import real_weights, stub_used
-from .packed_state import EXCHANGED, no_gradient, version, watch_bias
+from .packed_state import EXCHANGED, no_gradient, watch_bias
 from .quick import Quick, preparable
 from .states import GRADIENTS, FFNState
 
@@ -31,9 +31,8 @@ class PackedFFNState(FFNState):
     def weights(self, module: nn.Module) -> Weights | str:
         if not all(linear._fanfold.holds(linear) for linear in self.linears.values()):
             return EXCHANGED
-        parameters = [linear._parameters.get("bias") for linear in self.linears.values()]
-        key = tuple((id(b), b.data_ptr(), version(b)) for b in parameters if b is not None)
-        if self._weights is None or key != self._key or any(v is None for *_, v in key):
+        key = tuple(linear._fanfold.bias_mark(linear) for linear in self.linears.values())
+        if self._weights is None or key != self._key or self._copies_biases:
             try:
                 weights = self._made(self._biases())
             except ValueError as error:
@@ -108,7 +107,7 @@ class PackedFFNState(FFNState):
             return GRADIENTS
         if dispatch.resolve(self.backend) == "torch" or x.dtype not in cpu._DTYPES:
             return "backend torch"
-        if any(p._parameters["weight"] is not p._fanfold.stub for p in self.linears.values()):
+        if not all(p._fanfold.stands(p) for p in self.linears.values()):
             return EXCHANGED
         biases = {role: p.bias.float() for role, p in self.linears.items() if p.bias is not None}
         if not self.spec.down_bias:
@@ -132,18 +131,15 @@ class PackedFFNState(FFNState):
         """Bind the kernel for further calls like this one, which has passed every check."""
         if not preparable(x) or self.snapshot is None or self.snapshot.constants:
             return
-        if self.layout.order in INTERLEAVED and self.spec.up_bias:
-            return  # their biases are copied
+        if self._copies_biases:
+            return
         kernel = packed.prepare(x, weights)
         watched = self.snapshot.watched(self.dropout)
         questions: list[Any] = []
         for role, linear in self.linears.items():
             bias = weights.up_bias if role == "gate_up" else getattr(weights, f"{role}_bias")
-            own = watch_bias(linear, bias)
-            if own is None:
-                return
             stub = linear._fanfold.stub
-            questions += [*own, (stub.data_ptr, stub.data_ptr())]
+            questions += [*watch_bias(linear, bias), (stub.data_ptr, stub.data_ptr())]
             watched += [(linear._parameters, key, p) for key, p in linear._parameters.items()]
         if kernel is None:
             return

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels import cpu, dispatch, packed
+from ..kernels import cpu, dispatch, packed, packed_op
 from ..kernels import torch as torch_ops
 from .linears import is_conv1d
 from .packed_weight import PackedWeight, pack, parameter
@@ -45,17 +45,19 @@ class PackedLinearState(LinearState):
         self.owner: tuple[nn.Module, str] | None = None
         self.reloaded = False
         self._table: tuple[Any, ...] | None = None  # the mark of the owner's table when it was packed
-        self._bias: tuple[Any, Tensor] | None = None  # what it was made from, the float32 copy
-        self._mark = mark(stub)
+        self._table_seen = ""  # the same for compiled code
+        self._bias: tuple[Tensor, Tensor, int] | None = None  # what it was made from, the float32 copy, its number
+        self._mark: tuple[Any, ...] | None = mark(stub)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_bias": None, "_table": self.table() is None}
+        untouched = self.untouched(self.stub)
+        return {**super().__getstate__(), "_bias": None, "_table": self.table() is None, "_mark": untouched}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._mark = mark(self.stub)
-        same, table = state["_table"], self._owned()
-        self._table = mark(table) if same and table is not None else None
+        # What was written into the stub counts in a copy as well.
+        self._mark = mark(self.stub) if state["_mark"] else None
+        self._know(self._owned() if state["_table"] else None)
 
     def forget(self) -> None:
         super().forget()
@@ -65,8 +67,12 @@ class PackedLinearState(LinearState):
     def tie(self, owner: tuple[nn.Module, str]) -> None:
         """The original lives on as a parameter of another module: a tied embedding."""
         self.owner = owner
-        table = self._owned()
+        self._know(self._owned())
+
+    def _know(self, table: nn.Parameter | None) -> None:
+        """The table's numbers are the packed ones."""
         self._table = None if table is None else mark(table)
+        self._table_seen = "" if table is None else packed_op.seen(table)
 
     def _owned(self) -> nn.Parameter | None:
         if self.owner is None:
@@ -88,6 +94,19 @@ class PackedLinearState(LinearState):
         """Whether `module` still has the stub, untouched: then its weights are the packed ones."""
         return module._parameters.get("weight") is self.stub and mark(self.stub) == self._mark
 
+    def untouched(self, weight: Any) -> bool:
+        """Whether `weight` is the stub, or a tensor in its place that shares its memory (`detach`, functional_call)."""
+        if type(weight) not in (Tensor, nn.Parameter) or weight.shape != self.stub.shape or any(weight.stride()):
+            return False
+        return weight.data_ptr() == self.stub.data_ptr() and mark(self.stub) == self._mark
+
+    def stands(self, module: nn.Module) -> bool:
+        """`holds` for torch.compile and export, which see no addresses; export puts its own tensors in place of
+        parameters. A stub alone is one number, expanded."""
+        weight = module._parameters["weight"]
+        ours = weight is self.stub or (torch.compiler.is_exporting() and weight is not None)
+        return self._mark is not None and ours and not any(weight.stride())
+
     def retype(self, scalar: Tensor) -> None:
         """Make the stub of this NaN, in its dtype: the model was cast."""
         self.stub.data = scalar.expand(self.stub.shape)
@@ -98,14 +117,25 @@ class PackedLinearState(LinearState):
         bias = module._parameters.get("bias")
         if bias is None or readable_bias(bias):
             return bias
-        key = (id(bias), bias.data_ptr(), version(bias))
-        if self._bias is None or self._bias[0] != key or key[2] is None:
-            self._bias = (key, bias.detach().to("cpu", torch.float32).contiguous())
-        return self._bias[1]
+        now, known = bias.detach(), self._bias
+        # by its numbers: not every way to write to it is counted
+        if known is None or now.dtype != known[0].dtype or not torch.equal(now, known[0]):
+            copy = now.to("cpu", torch.float32).contiguous()
+            self._bias = known = (now.clone(), copy, 1 if known is None else known[2] + 1)
+        return known[1]
+
+    def bias_mark(self, module: nn.Module) -> tuple[Any, ...] | None:
+        """What changes when `bias` gives another tensor."""
+        bias = self.bias(module)
+        if bias is None or self._bias is None or bias is not self._bias[1]:
+            return None if bias is None else (id(bias), bias.data_ptr())
+        return ("copy", self._bias[2])
 
     def run(self, module: Any, x: Tensor) -> Tensor:
         """One call, with every check."""
-        if not self.holds(module):
+        if not x.is_floating_point():
+            raise RuntimeError(f"{self.path}: x is {x.dtype}, expected a floating-point tensor")
+        if not self.holds(module) and not self.untouched(module._parameters.get("weight")):
             return self._exchanged(module, x)
         table = self.table()
         if table is not None:
@@ -124,14 +154,16 @@ class PackedLinearState(LinearState):
 
     def traced(self, module: Any, x: Tensor) -> Tensor:
         """One call while torch.compile is tracing."""
-        if module._parameters["weight"] is not self.stub:
+        if not self.stands(module):
             return module._fanfold_original.forward(module, x)
         wants = torch.is_grad_enabled() and (x.requires_grad or self.requires_grad_now(module))
-        bias = module.bias
+        bias, table = module.bias, self._owned()
         if wants or torch_ops.autocast_on(x) or dispatch.resolve(self.backend) == "torch" or x.dtype not in cpu._DTYPES:
             dtype = self.dtype if torch_ops.autocast_on(x) else x.dtype
-            return _plain_linear(x, self.weight.traced_matrix(dtype), None if bias is None else bias.to(dtype))
-        return self.weight.traced(x, None if bias is None else bias.float())
+            matrix = self.weight.traced_matrix(dtype) if table is None else self._right_way(module, table).to(dtype)
+            return _plain_linear(x, matrix, None if bias is None else bias.to(dtype))
+        table = None if table is None else self._right_way(module, table)
+        return self.weight.traced(x, None if bias is None else bias.float(), table, self._table_seen)
 
     def plainly(self, module: Any, x: Tensor) -> Tensor:
         """The same function in PyTorch's ops on the dequantized weights: slow, and differentiable in x and bias."""
@@ -141,8 +173,12 @@ class PackedLinearState(LinearState):
 
     def _plain_table(self, module: Any, x: Tensor, table: Tensor) -> Tensor:
         dtype = self.dtype if torch_ops.autocast_on(x) else x.dtype
-        matrix, bias = (table.t() if is_conv1d(module) else table), module.bias
-        return _plain_linear(x, matrix.to(dtype), None if bias is None else bias.to(dtype))
+        bias = module.bias
+        return _plain_linear(x, self._right_way(module, table).to(dtype), None if bias is None else bias.to(dtype))
+
+    def _right_way(self, module: Any, table: Tensor) -> Tensor:
+        """[out, in]."""
+        return table.t() if is_conv1d(module) else table
 
     def requires_grad_now(self, module: nn.Module) -> bool:
         bias = module._parameters.get("bias")
@@ -190,9 +226,9 @@ class PackedLinearState(LinearState):
         if more or not preparable(x):
             return
         kernel = packed.prepare_linear(x, part, bias)
-        questions = watch_bias(module, bias)
-        if kernel is None or questions is None:
+        if kernel is None:
             return
+        questions = watch_bias(module, bias)
         places = module._parameters
         watched = [(places, key, p) for key, p in places.items()]
         asked = [*questions, (self.stub.data_ptr, self.stub.data_ptr())]
@@ -231,8 +267,7 @@ class PackedLinearState(LinearState):
             pack(m, part.format) for m, part in zip(PackedWeight.split(matrix, self.weight.order), self.weight.parts)
         ]
         if all(torch.equal(a.matrix.data, b.data) for a, b in zip(new, self.weight.parts)):
-            table = self._owned()
-            self._table = None if table is None else mark(table)  # written to, and still the same
+            self._know(self._owned())  # written to, and still the same
             return None
         if self.format not in packed._FLOATS:
             return f"{key} is packed as {self.format}, and another matrix is given: unswap, load, and swap again"
@@ -261,15 +296,15 @@ def version(t: Tensor) -> int | None:
     return None if t.is_inference() else t._version
 
 
-def watch_bias(module: nn.Module, used: Tensor | None) -> list[tuple[Any, Any]] | None:
-    """(question, answer) pairs that together say that a bias is still what a prepared call reads; None if that cannot
-    be watched.  used  what the call reads: the bias itself, or a copy of it."""
+def watch_bias(module: nn.Module, used: Tensor | None) -> list[tuple[Any, Any]]:
+    """(question, answer) pairs that together say that a bias is still what a prepared call reads.
+
+    used  that: the bias itself, or a copy of it.
+    """
     bias = module._parameters.get("bias")
     if bias is None or used is None:
         return []
     if readable_bias(bias):
         return [(ask, ask()) for ask in (bias.data_ptr, bias.numel, bias.is_contiguous)]
-    counted = version(bias)
-    if counted is None:
-        return None
-    return [(bias.data_ptr, bias.data_ptr()), (functools.partial(getattr, bias, "_version"), counted)]
+    source = module._fanfold._bias[0]  # type: ignore[union-attr, index]
+    return [(bias.data_ptr, bias.data_ptr()), (functools.partial(torch.equal, source, bias), True)]

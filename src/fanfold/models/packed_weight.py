@@ -72,8 +72,10 @@ class PackedWeight:
         y = self.join([packed.linear(x, part) for part in self.parts], -1)
         return y if bias is None else y + bias.to(y.dtype)
 
-    def traced(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`linear` as operators that torch.compile sees."""
+    def traced(self, x: Tensor, bias: Tensor | None, table: Tensor | None = None, seen: str = "") -> Tensor:
+        """`linear` as operators that torch.compile sees.  table, seen  see `packed_op.tied_linear`."""
+        if table is not None:
+            return torch.ops.fanfold.packed_tied_linear(x, self.parts[0].data, table, bias, seen, self.descriptions[0])
         if len(self.parts) == 1:
             return torch.ops.fanfold.packed_linear(x, self.parts[0].data, bias, self.descriptions[0])
         ys = [

@@ -93,6 +93,9 @@ class Quick:
         kind = getattr(type(module), "_fanfold_original", None)
         if kind is not None:
             attributes += [kind, "forward", kind.forward]
+        for below in {type(m) for m in bare or ()}:  # a patch of a class is one of all its instances
+            own = getattr(below, "_fanfold_original", below)
+            attributes += [own, "forward", own.forward]
         watched = [*watched, (forward_ad.__dict__, "_current_level", forward_ad._current_level)]
         self.plan = (
             *(kernel, Tensor, x.dtype, x.shape[-1], outputs, limit, torch.get_num_threads, torch.empty_like),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _SCALARS = (int, float, str, bool)
 # Torch's own entries in a module's __dict__, and what says nothing about its function.
@@ -26,14 +27,53 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and type(a) in _SCALARS and a == b)
 
 
+# Tensors of up to so many numbers are compared number by number: no way to write to them goes unseen.
+_COMPARED = 4096
+
+
+class Constant:
+    """A parameter or buffer beside the linears', which the module's code reads: an activation's slope, a mask."""
+
+    def __init__(self, name: str, module: nn.Module, tensor: Tensor) -> None:
+        self.name, self.module, self.tensor = name, module, tensor
+        self.value = tensor.detach().clone() if tensor.numel() <= _COMPARED else None
+        self._mark: tuple[Any, ...] | None = _mark(tensor)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mark": None, "same": not self.changed()}  # a copy counts its writes anew
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        same = state.pop("same")
+        self.__dict__.update(state)
+        self._mark = _mark(self.tensor) if same else None
+
+    def now(self) -> Tensor | None:
+        """What the module holds under this name today."""
+        own = self.module._parameters.get(self.name)
+        return self.module._buffers.get(self.name) if own is None else own
+
+    def changed(self) -> bool:
+        now = self.now()
+        if now is None or now.dtype != self.tensor.dtype or now.shape != self.tensor.shape:
+            return True
+        if self.value is None or now.device != self.value.device:
+            return now is not self.tensor or _mark(now) != self._mark
+        return not torch.equal(now, self.value)
+
+
+def _mark(tensor: Tensor) -> tuple[Any, ...]:
+    """What changes when it is written to, as far as PyTorch counts that, or given other memory."""
+    return None if tensor.is_inference() else tensor._version, tensor.data_ptr()
+
+
 class Snapshot:
     """The tree below `root`: modules, classes, attributes, and tensors other than those of the linears `known`."""
 
     def __init__(self, root: nn.Module, known: list[nn.Module]) -> None:
         self.nodes = [(name, m, type(m), dict(m._modules), attributes(m)) for name, m in root.named_modules()]
         others = [m for _, m, *_ in self.nodes if m not in known]
-        tensors = [t for m in others for t in (*m._parameters.items(), *m._buffers.items())]
-        self.constants = [(name, t, t._version) for name, t in tensors if t is not None]
+        tensors = [(name, m, t) for m in others for name, t in (*m._parameters.items(), *m._buffers.items())]
+        self.constants = [Constant(name, m, t) for name, m, t in tensors if t is not None]
         self.forwards: list[Any] | None = self._forwards()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,10 +102,15 @@ class Snapshot:
             if now.keys() != own.keys() or not all(_same(now[k], v) for k, v in own.items()):
                 changed = next(k for k in {**now, **own} if k not in now or k not in own or not _same(now[k], own[k]))
                 return f"attribute {changed} of {name or 'the module'} has changed"
-        for name, tensor, version in self.constants:
-            if tensor._version != version:
-                return f"{name}, which its code reads, has changed"
+        for constant in self.constants:
+            if constant.changed():
+                return f"{constant.name}, which its code reads, has changed"
         return None
+
+    def learning(self) -> list[str]:
+        """Parameters beside the linears' that want a gradient: our derivative knows of none."""
+        held = ((c.name, c.now()) for c in self.constants)
+        return [name for name, tensor in held if tensor is not None and tensor.requires_grad]
 
     def dropping(self) -> bool:
         """Whether any module of the tree is in training mode."""

@@ -127,6 +127,10 @@ class FFNState(LinearState):
         change = snapshot.change()
         if change is not None:
             return change
+        if snapshot.constants and torch.is_grad_enabled() and snapshot.learning():
+            return GRADIENTS
+        if snapshot.constants and torch.compiler.is_compiling():
+            return "torch.compile: what its code reads beside the linears would be taken for constant"
         for role, linear in self.linears.items():
             if not pristine(linear):
                 return f"{role} holds a foreign tensor type, or its weight is computed (pruning, parametrization)"

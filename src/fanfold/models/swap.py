@@ -209,13 +209,18 @@ def _swap_one(job: Job, found: Found, given: Weights | None) -> SwapRow:
     if job.format is not None:
         row.bytes_after = sum(m._fanfold.weight.nbytes for m in linears.values())
         choose_activations(row, linears, found.projections, job.activations, job.inputs, given is not None)
-    if truths is not None:
+    snapshot = getattr(row.states[-1], "snapshot", None)
+    learning = snapshot.learning() if row.save is not None and snapshot is not None else []
+    if learning:
+        row.status = "left"
+        row.reason = f"{', '.join(learning)} learn, too, and would get no gradient: ours are those of x and the linears"
+    if row.status == "swapped" and truths is not None:
         _verify(row, module, linears, found, truths)
         if row.status == "swapped" and row.save is not None:
             judge_gradients(row, module, found, truths)
-        if row.status != "swapped":
-            put_back({m._fanfold.path: m for m in installed})
-            row.states, row.bytes_after, row.save = [], None, None
+    if row.status != "swapped":
+        put_back({m._fanfold.path: m for m in installed})
+        row.states, row.bytes_after, row.save = [], None, None
     if job.packer is not None:
         job.packer.release(row.states)
     reset(row.states)

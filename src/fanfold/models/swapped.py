@@ -137,7 +137,7 @@ class SwappedLinear(Swapped):
             return dispatch.linear(x, weight, bias)
         if not torch.compiler.is_compiling():
             state.step_aside(reason)
-        if x.dtype == weight.dtype or torch_ops.autocast_on(x):
+        if x.dtype == weight.dtype or torch_ops.autocast_on(x) or not x.is_floating_point():
             return super().forward(x)  # type: ignore[misc]
         return nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 

@@ -27,6 +27,9 @@ from .verify import Truth, agrees
 _TOKENS = (1, 40)
 _SCALES = (1.0, 30.0)
 
+# A format that changes half of the output has lost the weights (too small for float16, or for its scales).
+_MOST_LOST = 0.5
+
 
 @dataclasses.dataclass
 class Case:
@@ -63,6 +66,9 @@ def judge(row: SwapRow, cases: list[Case], run: Callable[[Tensor], Tensor]) -> N
     row.error, row.ratio = worst.rms, worst.ratio
     if not worst.ok:
         row.status, row.reason = "left", f"verification failed: error is {worst.ratio:.3g} x what the rule allows"
+    elif row.format_error is not None and not row.format_error < _MOST_LOST:
+        lost = f"{row.format_error:.0%}"
+        row.status, row.reason = "left", f"{row.format} does not hold its weights: rounding them changes {lost} of y"
 
 
 def _larger(before: float | None, now: float) -> float:

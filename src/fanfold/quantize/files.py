@@ -7,11 +7,9 @@ renamed to OUT. So OUT is whole or absent, and work that was stopped goes on whe
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +75,7 @@ class Folder:
             ffn, metadata = quantized.read_part(path)
         except CheckpointError:
             return None
-        digest = _digest(ref.raw() for ref in ffn.parts.values())
-        if (metadata["layer"], metadata.get("sha256")) != (json.dumps(layer), digest):
+        if metadata["layer"] != json.dumps(layer) or not ffn.intact():
             return None
         return ffn.read(), metadata
 
@@ -94,7 +91,7 @@ class Folder:
             **self.versions(str),
             "layer": json.dumps(layer),
             "matrices": json.dumps(matrices),
-            "sha256": _digest(tensors.values()),
+            "sha256": quantized.digest(tensors.values()),
             "spec": weights.spec.to_json(),
             **more,
         }
@@ -144,13 +141,6 @@ def _header(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
 def _bytes(tensor: Tensor) -> Any:
     """The tensor's bytes, without a copy."""
     return tensor.detach().contiguous().view(torch.uint8).numpy().data
-
-
-def _digest(tensors: Iterable[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(_bytes(tensor))
-    return digest.hexdigest()
 
 
 def _write(path: Path, parts: list[Any]) -> None:
