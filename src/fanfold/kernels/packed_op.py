@@ -22,7 +22,8 @@ from .packed import PackedMatrix
 _library = torch.library.Library("fanfold", "FRAGMENT")
 _library.define("packed_linear(Tensor x, Tensor data, Tensor? bias, str description) -> Tensor")
 _library.define(
-    "packed_tied_linear(Tensor x, Tensor data, Tensor table, Tensor? bias, str seen, str description) -> Tensor"
+    "packed_tied_linear(Tensor x, Tensor data, Tensor table, Tensor column, Tensor? bias, str seen, str description) "
+    "-> Tensor"
 )
 _library.define(
     "packed_ffn(Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, "
@@ -134,10 +135,12 @@ def seen(table: Tensor) -> str:
     return f"{table.data_ptr()} {'uncounted' if table.is_inference() else table._version}"
 
 
-def tied_linear(x: Tensor, data: Tensor, table: Tensor, bias: Tensor | None, known: str, description: str) -> Tensor:
-    """`linear` of a matrix that is also a table [N, K] of the model, as long as that is `seen` as it was when it was
-    packed; then with the table itself."""
-    if seen(table) == known:
+def tied_linear(
+    x: Tensor, data: Tensor, table: Tensor, column: Tensor, bias: Tensor | None, known: str, description: str
+) -> Tensor:
+    """`linear` of a matrix that is also a table [N, K] of the model, as long as that is as it was when it was packed:
+    `seen` the same, with the same first `column` [N]. Else with the table itself."""
+    if seen(table) == known and torch.equal(table.detach().select(1, 0), column):
         return linear(x, data, bias, description)
     return torch.nn.functional.linear(x, table.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
@@ -241,7 +244,7 @@ def _(x, data, bias, description):
 
 
 @torch.library.register_fake("fanfold::packed_tied_linear")
-def _(x, data, table, bias, known, description):
+def _(x, data, table, column, bias, known, description):
     return x.new_empty((*x.shape[:-1], table.shape[0]))
 
 

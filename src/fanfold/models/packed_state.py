@@ -46,6 +46,7 @@ class PackedLinearState(LinearState):
         self.reloaded = False
         self._table: tuple[Any, ...] | None = None  # the mark of the owner's table when it was packed
         self._table_seen = ""  # the same for compiled code
+        self._column: Tensor | None = None  # a number of each of its rows then
         self._bias: tuple[Tensor, Tensor, int] | None = None  # what it was made from, the float32 copy, its number
         self._mark: tuple[Any, ...] | None = mark(stub)
 
@@ -73,6 +74,7 @@ class PackedLinearState(LinearState):
         """The table's numbers are the packed ones."""
         self._table = None if table is None else mark(table)
         self._table_seen = "" if table is None else packed_op.seen(table)
+        self._column = None if table is None else column(table).clone()
 
     def _owned(self) -> nn.Parameter | None:
         if self.owner is None:
@@ -88,7 +90,10 @@ class PackedLinearState(LinearState):
     def table(self) -> nn.Parameter | None:
         """The table that the weight is tied to, if it has changed since it was packed: then it is what counts."""
         table = self._owned()
-        return None if table is None or mark(table) == self._table else table
+        if table is None or self._column is None or mark(table) != self._table:
+            return table
+        # writes through .data are not counted; one to a whole row shows in its first number
+        return None if torch.equal(column(table), self._column) else table
 
     def holds(self, module: nn.Module) -> bool:
         """Whether `module` still has the stub, untouched: then its weights are the packed ones."""
@@ -104,8 +109,9 @@ class PackedLinearState(LinearState):
         """`holds` for torch.compile and export, which see no addresses; export puts its own tensors in place of
         parameters. A stub alone is one number, expanded."""
         weight = module._parameters["weight"]
-        ours = weight is self.stub or (torch.compiler.is_exporting() and weight is not None)
-        return self._mark is not None and ours and not any(weight.stride())
+        if weight is None or self._mark is None or any(weight.stride()):
+            return False
+        return weight is self.stub or torch.compiler.is_exporting()
 
     def retype(self, scalar: Tensor) -> None:
         """Make the stub of this NaN, in its dtype: the model was cast."""
@@ -163,7 +169,8 @@ class PackedLinearState(LinearState):
             matrix = self.weight.traced_matrix(dtype) if table is None else self._right_way(module, table).to(dtype)
             return _plain_linear(x, matrix, None if bias is None else bias.to(dtype))
         table = None if table is None else self._right_way(module, table)
-        return self.weight.traced(x, None if bias is None else bias.float(), table, self._table_seen)
+        known = self._column if self._column is not None else x.new_empty(0)
+        return self.weight.traced(x, None if bias is None else bias.float(), table, known, self._table_seen)
 
     def plainly(self, module: Any, x: Tensor) -> Tensor:
         """The same function in PyTorch's ops on the dequantized weights: slow, and differentiable in x and bias."""
@@ -235,9 +242,13 @@ class PackedLinearState(LinearState):
         table = self._owned()
         if table is not None:
             counted = version(table)
-            if counted is None:
+            if counted is None or self._column is None:
                 return
-            asked += [(table.data_ptr, table.data_ptr()), (functools.partial(getattr, table, "_version"), counted)]
+            asked += [
+                (table.data_ptr, table.data_ptr()),
+                (functools.partial(getattr, table, "_version"), counted),
+                (functools.partial(torch.equal, column(table), self._column), True),
+            ]
         self.quick = Quick(kernel, x, part.shape[0], watched, questions=asked)
         join(self.quick, x, (part.data,) if bias is None else (part.data, bias))
 
@@ -275,6 +286,11 @@ class PackedLinearState(LinearState):
         for part, made in zip(self.weight.parts, new):
             part.data.copy_(made.matrix.data)  # in place: bound calls read it there
         return None
+
+
+def column(table: Tensor) -> Tensor:
+    """One number of each row of a table: who writes a row anew changes it."""
+    return table.detach().select(1, 0)
 
 
 def mark(stub: Tensor) -> tuple[Any, ...]:

@@ -72,10 +72,13 @@ class PackedWeight:
         y = self.join([packed.linear(x, part) for part in self.parts], -1)
         return y if bias is None else y + bias.to(y.dtype)
 
-    def traced(self, x: Tensor, bias: Tensor | None, table: Tensor | None = None, seen: str = "") -> Tensor:
-        """`linear` as operators that torch.compile sees.  table, seen  see `packed_op.tied_linear`."""
+    def traced(
+        self, x: Tensor, bias: Tensor | None, table: Tensor | None = None, column: Tensor | None = None, seen: str = ""
+    ) -> Tensor:
+        """`linear` as operators that torch.compile sees.  table, column, seen  see `packed_op.tied_linear`."""
         if table is not None:
-            return torch.ops.fanfold.packed_tied_linear(x, self.parts[0].data, table, bias, seen, self.descriptions[0])
+            data, text = self.parts[0].data, self.descriptions[0]
+            return torch.ops.fanfold.packed_tied_linear(x, data, table, column, bias, seen, text)
         if len(self.parts) == 1:
             return torch.ops.fanfold.packed_linear(x, self.parts[0].data, bias, self.descriptions[0])
         ys = [
