@@ -298,7 +298,9 @@ def test_model_without_ffn(tmp_path):
 
 def test_text_errors(tiny, tmp_path):
     none = tmp_path / "none.txt"
-    assert fails("bench", tiny, "--text", none) == f"--text {none} cannot be read: No such file or directory"
+    assert fails("bench", tiny, "--text", none) == (
+        f"{none} cannot be read: No such file or directory: expected a UTF-8 text file"
+    )
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
     assert "is not UTF-8 text" in fails("bench", tiny, "--text", tmp_path / "bad.txt")
     (tmp_path / "empty.txt").write_text(" \n")

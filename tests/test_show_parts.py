@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
 import types
 
 import pytest
@@ -43,6 +45,23 @@ def test_no_bar_without_a_terminal(capsys):
     with output.progress("working") as step:
         step(1, 2)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("wide", [60, 20])
+def test_numbers_are_whole_on_a_narrow_terminal(capsys, monkeypatch, wide):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(wide))
+    names = ["format", *(f"column {i}" for i in range(9))]
+    rows = [[form, *(f"{i}{i},{i}{i}{i}.{i}{i}" for i in range(1, 10))] for form in ("fp32", "int4_g128")]
+    output.table("title", names, rows)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    for i in range(1, 10):
+        assert out.count(f"{i}{i},{i}{i}{i}.{i}{i}") == 2
+    if wide == 60:  # turned
+        lines = out.splitlines()
+        assert max(map(len, lines)) <= wide
+        assert lines[2].split() == ["format", "fp32", "int4_g128"]
+        assert lines[4].split() == ["column", "0", "11,111.11", "11,111.11"]
 
 
 def test_table_is_not_cut_in_a_pipe(capsys):

@@ -140,7 +140,8 @@ def _measure() -> Probe:
     fp32 = _product_rate()
     flops, notes = _by_dtype(fp32)
     if load is not None and load > _BUSY * threads():
-        notes += f"; measured under load ({load:.1f} on {threads()} CPUs), --probe on a quiet machine raises it"
+        again = "`fanfold cost … --hardware this --probe` on a quiet machine raises it"
+        notes += f"; measured under load ({load:.1f} on {threads()} CPUs), {again}"
     return Probe(
         processor=processor(),
         threads=threads(),

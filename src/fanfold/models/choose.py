@@ -54,7 +54,10 @@ def _settle(model: nn.Module, row: SwapRow) -> None:
         assert choice is not None
         counts = ", ".join(f"{tokens}: {min(pair):.2f}" for tokens, pair in choice.ratios.items())
         row.status, row.backend = "left", None
-        row.reason = f"PyTorch is as fast or faster (our time over its, by tokens: {counts})"
+        row.reason = (
+            f"PyTorch is as fast or faster on the whole: {choice.gain:.2f} x its speed where {_LEAST_GAIN} is "
+            f"the least that a swap is worth (our time over its, by tokens: {counts})"
+        )
 
 
 def _kind(module: Any) -> Any:

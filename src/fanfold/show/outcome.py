@@ -97,13 +97,14 @@ def errors(report: dict[str, Any]) -> list[str]:
             f"kernel error against float64 of the weights as stored: at most {number(max(ratios))} of what the "
             "rule allows"
         )
-    by_format: dict[str, float] = {}
+    by_format: dict[tuple[str, str], float] = {}
     for row in swapped:
         if row["format_error"] is not None:
-            by_format[row["format"]] = max(by_format.get(row["format"], 0.0), row["format_error"])
+            key = (row["format"], "a linear" if row["kind"] == "linear" else "an FFN")
+            by_format[key] = max(by_format.get(key, 0.0), row["format_error"])
     out += [
-        f"rounding the weights to {form} changes an FFN's output by at most {number(error)} (relative)"
-        for form, error in by_format.items()
+        f"rounding the weights to {form} changes {what}'s output by at most {number(error)} (relative)"
+        for (form, what), error in by_format.items()
     ]
     return out
 

@@ -60,8 +60,30 @@ def plain(value: Any) -> Any:
 def table(title: str, header: list[str], rows: list[list[str]], numbers: bool = True) -> None:
     """Print a table to stdout: full width on a terminal, never cut when written to a file or pipe.
 
-    numbers  all columns but the first are numbers, set to the right.
+    numbers  all columns but the first are numbers, set to the right. They are never broken: a table too wide for the
+             terminal is turned, a line for each column; if that is too wide as well, the terminal breaks the lines.
     """
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _ENDLESS)
+    if title:
+        console.print(title, soft_wrap=True)
+    out, width = _grid(header, rows, numbers)
+    if numbers and width > console.width and rows:
+        lines = [[name, *(row[i] for row in rows)] for i, name in enumerate(header) if i]
+        turned, narrow = _grid([header[0], *(row[0] for row in rows)], lines, numbers)
+        if narrow <= console.width:
+            out = turned
+        else:
+            console = Console(highlight=False, markup=False, width=width)
+    console.print(out)
+
+
+_ENDLESS = 1000
+
+
+def _grid(header: list[str], rows: list[list[str]], numbers: bool) -> tuple[Any, int]:
+    """(the table, its full width)."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -71,11 +93,7 @@ def table(title: str, header: list[str], rows: list[list[str]], numbers: bool = 
         out.add_column(name, justify="right" if i and numbers else "left", overflow="fold")
     for row in rows:
         out.add_row(*row)
-    to_terminal = sys.stdout.isatty()
-    console = Console(highlight=False, markup=False, width=None if to_terminal else 1000)
-    if title:
-        console.print(title, soft_wrap=True)
-    console.print(out)
+    return out, Console(width=_ENDLESS).measure(out).maximum
 
 
 def number(value: float) -> str:

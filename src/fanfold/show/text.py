@@ -24,7 +24,7 @@ def read_text(path: Path | None) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"--text {path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{path} cannot be read: {error.strerror}: expected a UTF-8 text file") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     if not text.strip():
