@@ -75,6 +75,7 @@ CHANGES = {
     "another buffer": lambda act: setattr(act, "beta", torch.tensor(2.0)),
     "other memory": lambda act: setattr(act.alpha_p, "data", torch.tensor([3.0])),
     "written past the count": lambda act: act.alpha_p.data.fill_(3.0),
+    "another dtype": lambda act: act.to(torch.bfloat16),
     "loaded": lambda act: act.load_state_dict({**act.state_dict(), "alpha_p": torch.tensor([3.0])}, assign=True),
 }
 

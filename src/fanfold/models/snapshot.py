@@ -54,11 +54,10 @@ class Constant:
 
     def changed(self) -> bool:
         now = self.now()
-        if now is None or now.dtype != self.tensor.dtype or now.shape != self.tensor.shape:
-            return True
-        if self.value is None or now.device != self.value.device:
+        value = self.value
+        if now is None or value is None or now.device != value.device:
             return now is not self.tensor or _mark(now) != self._mark
-        return not torch.equal(now, self.value)
+        return now.dtype != value.dtype or now.shape != value.shape or not torch.equal(now, value)
 
 
 def _mark(tensor: Tensor) -> tuple[Any, ...]:
