@@ -55,7 +55,9 @@ class Constant:
     def changed(self) -> bool:
         now = self.now()
         value = self.value
-        if now is None or value is None or now.device != value.device:
+        if now is None:
+            return True
+        if value is None or now.device != value.device:
             return now is not self.tensor or _mark(now) != self._mark
         return now.dtype != value.dtype or now.shape != value.shape or not torch.equal(now, value)
 
