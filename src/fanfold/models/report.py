@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
 from ..layout import Layout
@@ -84,9 +85,55 @@ class SwapRow:
         return ", ".join(f"{role} {kind}" for role, kind in self.activations.items())
 
 
+@dataclasses.dataclass
+class RowGroup:
+    """Rows that print as one.  stem  their path, "{}" for the layer's number;  layers  those numbers, if it has one."""
+
+    stem: str
+    rows: list[SwapRow]
+    layers: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        """The path, like rows' in one: "model.layers.0–29.mlp"."""
+        return together(self.stem, self.layers)
+
+    def largest(self, name: str, form: str = ".2f") -> str:
+        """The largest of a number of the rows (NaN above all), as text; "-" where none has it."""
+        values = [v for v in (getattr(row, name) for row in self.rows) if v is not None]
+        return format(max(values, key=lambda v: (v != v, v)), form) if values else "-"
+
+
+def layer_place(path: str) -> tuple[str, int | None]:
+    """(the path with "{}" for the first number in it, that number): that of the layer."""
+    parts = path.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    if at is None:
+        return path, None
+    layer, parts[at] = int(parts[at]), "{}"
+    return ".".join(parts), layer
+
+
+def together(stem: str, layers: Collection[int]) -> str:
+    """One path for those of several layers: "model.layers.0–29.mlp"."""
+    return (stem.replace("{}", runs(layers), 1) if layers else stem) or "(root)"
+
+
+def runs(numbers: Iterable[int]) -> str:
+    """Whole numbers in short: "0–3, 5"."""
+    out: list[list[int]] = []
+    for n in sorted(set(numbers)):
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = n
+        else:
+            out.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in out)
+
+
 @dataclasses.dataclass(kw_only=True)
 class SwapReport:
-    """What `swap` did: a row per FFN, and per other linear with linears="all"; prints as a table.
+    """What `swap` did: a row per FFN, and per other linear with linears="all". Prints as a table, in which like layers
+    are one row, with the largest of their errors.
 
     calibrated      whether activations were chosen on calibration inputs.
     argmax_changes  next-token predictions on them that the swap changed, of `argmax_tokens`; None if not counted.
@@ -130,23 +177,36 @@ class SwapReport:
             "rows": [row.to_dict() for row in self.rows],
         }
 
+    def grouped(self) -> list[RowGroup]:
+        """The rows for people: those of layers that differ in their number and their errors alone are one."""
+        groups: dict[Hashable, RowGroup] = {}
+        for row in self.rows:
+            place = layer_place(row.path)
+            key = (place[0], place[1] is None, row.kind, row.what, row.layout, row.format, row.activations_text,
+                   row.backend, row.status, row.save, _reason(row), row.calls)  # fmt: skip
+            group = groups.setdefault(key, RowGroup(place[0], []))
+            group.rows.append(row)
+            if place[1] is not None:
+                group.layers.append(place[1])
+        return list(groups.values())
+
     def __str__(self) -> str:
+        groups = self.grouped()
+        firsts = [group.rows[0] for group in groups]
         columns = {
-            "path": [row.path or "(root)" for row in self.rows],
-            "what": [row.what for row in self.rows],
-            "layout": [row.layout.describe() if row.layout else "-" for row in self.rows],
-            "format": [row.format or "in place" for row in self.rows],
-            "activations": [row.activations_text for row in self.rows],
-            "backend": [row.backend or "-" for row in self.rows],
-            "status": [row.status for row in self.rows],
-            "error/allowed": ["-" if row.ratio is None else f"{row.ratio:.2f}" for row in self.rows],
-            "save": [row.save or "-" for row in self.rows],
-            "gradient error/allowed": [
-                "-" if row.gradient_ratio is None else f"{row.gradient_ratio:.2f}" for row in self.rows
-            ],
-            "format error": ["-" if row.format_error is None else f"{row.format_error:.1e}" for row in self.rows],
-            "calls": [str(row.calls) if row.calls or row.stepped_aside else "-" for row in self.rows],
-            "reason": [_reason(row) for row in self.rows],
+            "path": [group.path for group in groups],
+            "what": [row.what for row in firsts],
+            "layout": [row.layout.describe() if row.layout else "-" for row in firsts],
+            "format": [row.format or "in place" for row in firsts],
+            "activations": [row.activations_text for row in firsts],
+            "backend": [row.backend or "-" for row in firsts],
+            "status": [row.status for row in firsts],
+            "error/allowed": [group.largest("ratio") for group in groups],
+            "save": [row.save or "-" for row in firsts],
+            "gradient error/allowed": [group.largest("gradient_ratio") for group in groups],
+            "format error": [group.largest("format_error", ".1e") for group in groups],
+            "calls": [str(row.calls) if row.calls or row.stepped_aside else "-" for row in firsts],
+            "reason": [_reason(row) for row in firsts],
         }
         if not any(row.activations for row in self.rows):
             del columns["activations"]

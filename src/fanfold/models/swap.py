@@ -57,7 +57,7 @@ def swap(
               this machine (format=None), an FFN where they never are is left; or a name that then runs or raises.
     verify    hold each swapped FFN to the tolerance rule on its own weights; one that fails is put back.
     inputs    see `find`; found  what `find` gave for this very model, to spare finding again.
-    progress  called with (done, total).
+    progress  called with (per cent done, 100).
     linears   "ffn", or "all": every other nn.Linear and Conv1D too, each verified alone. With a named format, one that
               a run of the model (on calibration, `inputs`, or random tokens) does not reach, or whose weight other code
               reads by itself, is left.
@@ -97,9 +97,9 @@ def swap(
         if format not in (None, layers.format) and linears == "ffn":
             raise ValueError(f"format={format!r}, but {layers.checkpoint.path} holds {layers.format}: leave format out")
         format = format or layers.format
+    bounds = [0 if found is not None else 50, 75 if linears == "all" else 100, 100]  # identifying is half of the work
     if found is None:
-        # identification is the first half of the work
-        found = find(model, inputs=inputs, progress=progress and (lambda done, total: progress(done, 2 * total)))
+        found = find(model, inputs=inputs, progress=_part(progress, 0, bounds[0]))
     if layers is not None:
         layers.check_count(found)
     given = calibration if calibration is not None else inputs
@@ -108,14 +108,17 @@ def swap(
     report = SwapReport(rows=[])
     try:
         job.look(found)
+        step = _part(progress, bounds[0], bounds[1])
         for i, item in enumerate(found):
             report.rows.append(_swap_one(job, item, None if layers is None else layers[i]))
-            if progress is not None:
-                progress(len(found) + i + 1, 2 * len(found))
+            step(i + 1, len(found))
         if linears == "all":
             done = [item for item, row in zip(found, report.rows) if row.status == "swapped"]
             taken = [path for item in done for path in item.projections.values()]
-            report.rows += [swap_linear(job, path, m) for path, m in other_linears(model, taken).items()]
+            step, others = _part(progress, bounds[1], bounds[2]), other_linears(model, taken)
+            for i, (path, m) in enumerate(others.items()):
+                report.rows.append(swap_linear(job, path, m))
+                step(i + 1, len(others))
         if format is None and dispatch.resolve(backend) == "auto":
             choose_by_measurement(model, report.rows)
         describe_again([state for row in report.rows for state in row.states])
@@ -141,6 +144,16 @@ def unswap(model: nn.Module) -> list[str]:
     parameters are tied again.
     """
     return put_back(_swapped(model))
+
+
+def _part(progress: Progress | None, begin: int, end: int) -> Progress:
+    """A progress of one part of the work, from `begin` to `end` per cent of the whole."""
+
+    def step(done: int, total: int) -> None:
+        if progress is not None:
+            progress(begin + (end - begin) * done // total, 100)
+
+    return step
 
 
 def _known_format(format: str | None) -> str | None:

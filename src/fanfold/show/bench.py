@@ -28,6 +28,8 @@ class Settings:
     text_file: Path | None = None
     text_tokens: int = 1024
     prompt: str = text.PROMPT
+    linears: str = "ffn"
+    checkpoint: Path | None = None
 
 
 def twin(model: Any) -> Any:
@@ -53,8 +55,18 @@ def bench(loaded: Any, format: str | None, settings: Settings, found: list[Any])
     paths = [p for f in found if f.spec is not None for p in f.timed_modules]
     memory_before = _peak(before, one)
     after = twin(before)
+    quantizes = settings.checkpoint is not None or outcome.quantizes(format)
     with progress("swapping, each FFN verified") as step:
-        report = swap(after, format=format, backend=settings.backend, found=found, progress=step)
+        report = swap(
+            after,
+            format=format,
+            backend=settings.backend,
+            found=found,
+            progress=step,
+            linears=settings.linears,
+            calibration=text.calibration_ids(loaded, None, text.CALIBRATION_TOKENS) if quantizes else None,
+            checkpoint=settings.checkpoint,
+        )
     with progress("timing by turns") as step:
         seconds = timing.by_turns(before, after, one, settings.repeats, step)
     with progress("comparing results") as step:
@@ -75,6 +87,8 @@ def bench(loaded: Any, format: str | None, settings: Settings, found: list[Any])
         "class": type(before).__name__,
         "dtype": str(before.dtype).removeprefix("torch."),
         "format": format,
+        "linears": settings.linears,
+        "checkpoint": None if settings.checkpoint is None else str(settings.checkpoint),
         "backend": settings.backend,
         "threads": torch.get_num_threads(),
         "processor": machine.processor(),
@@ -258,12 +272,10 @@ def show(result: dict[str, Any]) -> None:
         rows.append(_row(f"peak memory of the process{LOWER}", peak["before"], peak["after"], size))
     rows += _said(result["results"], drawn)
     report = result["swap"]
-    title = (
-        f"{result['model']}, {result['dtype']}, format {result['format'] or 'none (in place)'}: "
-        + outcome.headline(report)
-    )
+    form = "none (in place)" if result["checkpoint"] is None else f"of {result['checkpoint']}"
+    title = f"{result['model']}, {result['dtype']}, format {result['format'] or form}: {outcome.headline(report)}"
     table(title, ["", "before", "after", ""], rows)
-    for line in (*outcome.reasons(report), *outcome.errors(report)):
+    for line in (*outcome.reasons(report), *outcome.errors(report), *outcome.activations(report, details=False)):
         print(line)
     if result["text"] == RANDOM:
         print("tokens: random tokens, as the model has no tokenizer")

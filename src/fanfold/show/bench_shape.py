@@ -28,7 +28,7 @@ TURN = 0.1  # seconds that a contender has in each turn, or one pass over its la
 CHECKED = 4  # tokens of each count that are held to float64
 SWEEP_BYTES = 128 << 20  # read before a pass whose layers would otherwise stay in the caches
 _SPARE = 0.8  # of the available memory may be used
-_SHAPE = re.compile(r"(\d+)x(\d+)")
+_SHAPE = re.compile(r"(\d+)x(\d+)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,8 @@ def parse(
         found = _SHAPE.fullmatch(one)
         if found is None:
             raise ValueError(f"--shape {one!r}: expected d_model x d_ff, as in 4096x11008")
+        if 0 in (int(found[1]), int(found[2])):
+            raise ValueError(f"--shape {one!r}: expected sizes from 1 on")
         specs.append(Spec.parse(ffn, d_model=int(found[1]), d_ff=int(found[2])))
     counts = _listed(tokens)
     wrong = [t for t in counts if not t.isdecimal() or int(t) < 1]
@@ -83,7 +85,7 @@ def _listed(text: str) -> list[str]:
 
 
 def _formats(text: str) -> tuple[str, ...]:
-    names = _listed(text)
+    names = [name.lower() for name in _listed(text)]
     for name in names:
         if stored.ALIASES.get(name, name) not in FORMATS:
             known = ", ".join([*FORMATS, "int4"])

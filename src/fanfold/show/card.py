@@ -6,6 +6,7 @@ from typing import Any
 
 from ..count import formats
 from ..count.ffn import classic_width, equal_budget_width, flops_per_token
+from ..models.report import runs
 from .output import number, percent, plain, size, table
 
 
@@ -76,13 +77,7 @@ def ranges(paths: list[str]) -> str:
     numbers = [block_path(p).rpartition(".")[2] for p in paths]
     if not all(n.isdecimal() for n in numbers):
         return ", ".join(p or "(root)" for p in paths)
-    runs: list[list[int]] = []
-    for n in sorted({int(n) for n in numbers}):
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
+    return runs(int(n) for n in numbers)
 
 
 def show(card: dict[str, Any]) -> None:

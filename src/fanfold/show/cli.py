@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from . import count_verbs, memory_verbs, parallel_verbs, quantize_verb, study_verb, superpose_verb
+from . import text as text_of_models
 from .failures import INTERRUPTED, forget_interrupt, guarded, usage
 from .output import emit, progress, stdout_kept
 
@@ -66,9 +67,15 @@ class Backend(str, Enum):
 
 Model = Annotated[str, typer.Argument(help="Folder of a Hugging Face model, a .gguf file, or: smollm2, minilm.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else there.")]
-OneFormat = Annotated[Format, typer.Option(help="How the swapped weights are stored; none: read in place.")]
+OneFormat = Annotated[
+    Format, typer.Option(case_sensitive=False, help="How the swapped weights are stored; none: read in place.")
+]
 Formats = Annotated[
     list[str] | None, typer.Option("--format", help="As for swap; several by commas. With --shape: fp32 to q4_1.")
+]
+WhichLinears = Annotated[Linears, typer.Option(help="ffn, or all: attention's projections and lm_head too.")]
+Checkpoint = Annotated[
+    Path | None, typer.Option(help="Take packed FFNs from here: a folder of quantize, or a .gguf file.")
 ]
 ModelDtype = Annotated[Dtype, typer.Option(help="Dtype that the model is loaded in.")]
 OneBackend = Annotated[Backend, typer.Option(help="Who computes the swapped FFNs.")]
@@ -116,19 +123,17 @@ def swap(
     format: OneFormat = Format.none,
     backend: OneBackend = Backend.auto,
     dtype: ModelDtype = Dtype.fp32,
-    linears: Annotated[Linears, typer.Option(help="ffn, or all: attention's projections and lm_head too.")] = (
-        Linears.ffn
-    ),
+    linears: WhichLinears = Linears.ffn,
     activations: Annotated[Activations, typer.Option(help="What meets integer codes; auto: measured on text.")] = (
         Activations.auto
     ),
     calibration: Annotated[
         Path | None, typer.Option(help="UTF-8 text to measure activations on; default: Python's manual.")
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(min=0, help="Tokens of it; 0: none, int8 everywhere.")] = 512,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Take packed FFNs from here: a folder of quantize, or a .gguf file.")
-    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(min=0, help="Tokens of it; 0: none, int8 everywhere.")] = (
+        text_of_models.CALIBRATION_TOKENS
+    ),
+    checkpoint: Checkpoint = None,
     json: Json = False,
 ) -> None:
     """Swap the FFNs of a model, or all its linears, verify each, and report what was done."""
@@ -166,6 +171,8 @@ def bench(
     format: Formats = None,
     dtype: ModelDtype = Dtype.fp32,
     backend: OneBackend = Backend.auto,
+    linears: WhichLinears = Linears.ffn,
+    checkpoint: Checkpoint = None,
     prompt_tokens: PromptTokens = 128,
     new_tokens: NewTokens = 32,
     repeats: Repeats = 5,
@@ -200,6 +207,11 @@ def bench(
             bench_parallel.check(tp)
             if len(chosen) > 1:
                 raise ValueError(f"--tp takes one format, got {len(chosen)}")
+            beside = [f"--{n}" for n in _typed(context, ("linears", "checkpoint"))]
+            if beside:
+                raise ValueError(f"{', '.join(beside)}: not with --tp, which cuts the FFNs of the model itself")
+        if checkpoint is not None and format is not None and linears is Linears.ffn:
+            raise ValueError(f"--format {','.join(format)}: the FFNs of a --checkpoint have their own, leave it out")
     from . import bench as work
     from .demo import identify
     from .text import PROMPT, read_text
@@ -212,6 +224,8 @@ def bench(
         text_file=text,
         text_tokens=max(text_tokens, prompt_tokens),
         prompt=prompt or PROMPT,
+        linears=linears.value,
+        checkpoint=checkpoint,
     )
     read_text(text)  # a wrong path is reported before a model is loaded
     if tp > 1:
@@ -293,7 +307,8 @@ def _one_of(context: typer.Context, model: str | None, shape: str | None) -> Non
     if (model is None) == (shape is None):
         given = "neither was given" if model is None else f"{model} and --shape {shape} were given"
         raise ValueError(f"bench takes a MODEL (folder, .gguf file, smollm2, minilm) or --shape 4096x11008: {given}")
-    others = ("dtype", "backend", "tp", "timeout", *_OF_TEXT) if model is None else ("tokens", "ffn", "compile", "plot")
+    of_model = ("dtype", "backend", "linears", "checkpoint", "tp", "timeout", *_OF_TEXT)
+    others = of_model if model is None else ("tokens", "ffn", "compile", "plot")
     wrong = [f"--{n.replace('_', '-')}" for n in _typed(context, others)]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} goes with {'a MODEL' if model is None else '--shape'}")
@@ -301,7 +316,7 @@ def _one_of(context: typer.Context, model: str | None, shape: str | None) -> Non
 
 def _formats(given: list[str] | None) -> list[Format]:
     """The formats of --format, which may list several by commas. Raises ValueError, naming those known."""
-    names = [n.strip() for one in given or [Format.none.value] for n in one.split(",")]
+    names = [n.strip().lower() for one in given or [Format.none.value] for n in one.split(",")]
     known = [f.value for f in Format]
     for name in names:
         if name not in known:

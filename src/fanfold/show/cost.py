@@ -17,7 +17,7 @@ from ..spec import Spec
 from . import plots
 from .models import TABLED
 
-_SHAPE = re.compile(r"(\d+)x(\d+)")
+_SHAPE = re.compile(r"(\d+)x(\d+)", re.IGNORECASE)
 FACTOR = 1.5  # of the parameters, where widths are compared
 
 
@@ -48,6 +48,8 @@ def target(r: Request) -> Spec | Block | Model:
     Raises ValueError.
     """
     shape = _SHAPE.fullmatch(r.what)
+    if shape is None and re.match(r"\d+x", r.what, re.IGNORECASE):
+        raise ValueError(f"{r.what!r}: expected d_model x d_ff, as in 4096x11008")
     if shape is None:
         if r.heads is not None or r.bias:
             raise ValueError(f"--heads and --bias go with a shape such as 4096x11008, not with {r.what!r}")

@@ -47,7 +47,10 @@ def guarded(verb: F) -> F:
             raise typer.Exit(1) from None
         except MemoryError as error:
             raise _failed(str(error) or f"not enough memory: {_available()}") from None
-        except (ValueError, OSError) as error:
+        except OSError as error:
+            named = error.filename is not None and error.strerror
+            raise _failed(f"{error.filename}: {error.strerror}" if named else str(error)) from None
+        except ValueError as error:
             raise _failed(str(error)) from None
         except ModuleNotFoundError as error:
             if error.name not in _OPTIONAL:

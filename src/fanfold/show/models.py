@@ -48,8 +48,9 @@ class Loaded:
 def resolve(name: str) -> Path:
     """The folder or .gguf file that MODEL means. Raises ValueError, saying what would be accepted."""
     path = Path(name)
-    if not path.exists() and name in PACKAGED:
-        return _packaged(name)
+    for short, (_, _, pip_name) in PACKAGED.items():
+        if not path.exists() and name in (short, pip_name.partition("==")[0]):
+            return _packaged(short)
     if not path.exists():
         known = " or ".join(PACKAGED)
         raise ValueError(f"MODEL {name!r} is not a folder or .gguf file on this machine, nor one of the names {known}")

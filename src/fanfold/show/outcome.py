@@ -57,8 +57,8 @@ def reasons(report: dict[str, Any]) -> list[str]:
     return [f"{n} {what}{'s' if n > 1 else ''} left as found: {reason}" for (what, reason), n in counts.items()]
 
 
-def activations(report: dict[str, Any]) -> list[str]:
-    """Where activations are not quantized and why; what that and the format come to: predictions, bytes."""
+def activations(report: dict[str, Any], details: bool = True) -> list[str]:
+    """Where activations are not quantized and why (`details`); what that and the format come to: predictions, bytes."""
     out = [] if not report["notes"] else list(report["notes"])
     swapped = [row for row in report["rows"] if row["status"] == "swapped"]
     n_kept = sum(kind == "float" for row in swapped for kind in row["activations"].values())
@@ -67,15 +67,7 @@ def activations(report: dict[str, Any]) -> list[str]:
         out.append(
             f"activations measured on calibration text: int8 at {n_all - n_kept} of {n_all} matrices, else float"
         )
-    for row in swapped:
-        whys: dict[str, list[str]] = {}
-        for role, kind in row["activations"].items():
-            if kind == "float" and role in row["guard"]:
-                whys.setdefault(row["guard"][role], []).append(role)
-        out += [
-            f"  {row['path']}{'' if row['kind'] == 'linear' else ' ' + ', '.join(roles)}: float, as {why}"
-            for why, roles in whys.items()
-        ]
+    out += _guarded(swapped) if details else []
     errors = [row["quantization_error"] for row in swapped if row["quantization_error"] is not None]
     if errors and n_all > n_kept:
         out.append(f"with the activations quantized too, outputs change by at most {number(max(errors))} (relative)")
@@ -84,6 +76,28 @@ def activations(report: dict[str, Any]) -> list[str]:
     before, after = (sum(row[f"bytes_{side}"] or 0 for row in swapped) for side in ("before", "after"))
     if before and after:
         out.append(f"matrices: {size(before)} before, {size(after)} after")
+    return out
+
+
+def _guarded(swapped: list[dict[str, Any]]) -> list[str]:
+    """A line for the matrices of one kind that keep float activations: their layers, and why, for the first of them."""
+    from ..models.report import layer_place, together
+
+    kinds: dict[tuple[str, bool, str], list[tuple[int | None, str]]] = {}
+    for row in swapped:
+        stem, layer = layer_place(row["path"])
+        whys: dict[str, list[str]] = {}
+        for role, kind in row["activations"].items():
+            if kind == "float" and role in row["guard"]:
+                whys.setdefault(row["guard"][role], []).append(role)
+        for why, roles in whys.items():
+            what = "" if row["kind"] == "linear" else f" {', '.join(roles)}"
+            kinds.setdefault((stem, layer is None, what), []).append((layer, why))
+    out = []
+    for (stem, _, what), found in kinds.items():
+        layers = [layer for layer, _ in found if layer is not None]
+        more = f" (layer {layers[0]}; --json has all)" if len(layers) > 1 else ""
+        out.append(f"  {together(stem, layers)}{what}: float, as {found[0][1]}{more}")
     return out
 
 
@@ -110,19 +124,21 @@ def errors(report: dict[str, Any]) -> list[str]:
 
 
 def show(report: Any) -> None:
-    """Print a SwapReport for people: a row per FFN, then what it comes to."""
+    """Print a SwapReport for people: like layers in one row, then what it comes to."""
+    groups = report.grouped()
+    firsts = [group.rows[0] for group in groups]
     rows = [
         [
-            row.path or "(root)",
+            group.path,
             row.what,
             row.layout.describe() if row.layout else "–",
             row.format or "in place",
             row.activations_text,
             row.backend or "–",
             row.status,
-            "–" if row.ratio is None else f"{row.ratio:.2f}",
+            group.largest("ratio").replace("-", "–"),
         ]
-        for row in report.rows
+        for group, row in zip(groups, firsts)
     ]
     head = ["path", "what", "layout", "format", "activations", "backend", "status", "error/allowed"]
     if not any(row.activations for row in report.rows):

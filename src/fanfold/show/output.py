@@ -6,17 +6,20 @@ import contextlib
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 Progress = Callable[[int, int], None]
+LOG_SECONDS = 15.0  # between lines of a log
 
 
 @contextlib.contextmanager
 def progress(text: str) -> Iterator[Progress]:
-    """A bar labelled `text` on stderr while the block runs; yields f(done, total). Nothing unless a terminal."""
+    """A bar labelled `text` on stderr while the block runs; yields f(done, total). Not on a terminal: a line every
+    LOG_SECONDS, none if it takes no longer."""
     if not sys.stderr.isatty():
-        yield lambda done, total: None
+        yield _log(text)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -26,6 +29,18 @@ def progress(text: str) -> Iterator[Progress]:
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(text, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _log(text: str) -> Progress:
+    said = time.monotonic()
+
+    def log(done: int, total: int) -> None:
+        nonlocal said
+        if done < total and time.monotonic() - said >= LOG_SECONDS:
+            said = time.monotonic()
+            print(f"fanfold: {text}: {100 * done // total} %", file=sys.stderr, flush=True)
+
+    return log
 
 
 @contextlib.contextmanager

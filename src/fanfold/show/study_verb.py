@@ -81,6 +81,9 @@ def _study(
         setup, paths = existing.setup, existing.paths
     else:
         setup = studies.Setup(**{**(studies.QUICK if quick else {}), **given})
+        from ..study import data
+
+        data.files(files)  # a wrong path is reported before anything is timed
         paths = tuple(str(p.resolve()) for p in files)
     if variants is not None:
         names: tuple[str, ...] = tuple(v.strip() for v in variants.split(",") if v.strip())

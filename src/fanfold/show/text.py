@@ -8,6 +8,7 @@ from typing import Any
 
 PROMPT = "The feed-forward network of a Transformer is"
 WINDOW = 512  # tokens that a model sees at once
+CALIBRATION_TOKENS = 512  # on which `swap` chooses activations
 
 
 def default_text() -> str:
