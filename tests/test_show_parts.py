@@ -11,7 +11,8 @@ import types
 import pytest
 import torch
 
-from fanfold.show import card, machine, output, text, timing
+from fanfold.models.report import SwapReport, SwapRow
+from fanfold.show import card, machine, outcome, output, text, timing
 
 
 @pytest.mark.parametrize(
@@ -150,6 +151,63 @@ def test_default_text_is_prose_in_a_fixed_order():
     found = text.sentences(text.default_text(), 32)
     assert len(found) == 32
     assert all(len(s.split()) >= 4 for s in found)
+
+
+def _report(**changed):
+    """Twelve layers alike; `changed`: {field: {layer: value}}."""
+    rows = []
+    for i in range(12):
+        fields = {"path": f"model.layers.{i}.mlp", "kind": "module", "spec": None, "layout": None, "format": "bf16",
+                  "backend": "cpu", "status": "swapped", "reason": "", "ratio": 0.01 * i,
+                  "format_error": 1e-3}  # fmt: skip
+        fields.update({name: by_layer[i] for name, by_layer in changed.items() if i in by_layer})
+        rows.append(SwapRow(**fields))
+    return SwapReport(rows=[*rows, SwapRow(**{**fields, "path": "model.head", "ratio": None})])
+
+
+def test_like_layers_print_as_one_row():
+    lines = str(_report(status={3: "left"}, reason={3: "a hook"}, backend={7: "torch", 8: "torch"})).splitlines()
+    assert [line.split("  ")[0] for line in lines[1:5]] == [
+        "model.layers.0–2, 4–6, 9–11.mlp", "model.layers.3.mlp", "model.layers.7–8.mlp", "model.head"
+    ]  # fmt: skip
+    assert [line.split()[-3:-1] for line in (lines[1], lines[3])] == [["0.11", "1.0e-03"], ["0.08", "1.0e-03"]]
+    assert lines[2].endswith("a hook")
+    assert len(_report().to_dict()["rows"]) == 13
+
+
+@pytest.mark.parametrize(("field", "value"), [("format", "int8"), ("kind", "linear"), ("activations", {"up": "float"}),
+                                              ("shape", (3, 4)), ("save", "input"), ("reason", "why")])  # fmt: skip
+def test_layers_that_differ_print_apart(field, value):
+    groups = _report(**{field: {5: value}}).grouped()
+    assert [g.path for g in groups] == ["model.layers.0–4, 6–11.mlp", "model.layers.5.mlp", "model.head"]
+
+
+def test_a_groups_largest_error_may_be_nan():
+    (group, _) = _report(ratio={4: math.nan, 5: None}).grouped()
+    assert group.largest("ratio") == "nan"
+    assert group.largest("quantization_error") == "-"
+
+
+def test_guarded_matrices_of_like_layers_are_one_line():
+    float_up = {"activations": {"gate": "int8", "up": "float"}, "guard": {"up": "int8 changes 5 %", "gate": "no"}}
+    report = _report(**{name: dict.fromkeys((2, 3, 9), v) for name, v in float_up.items()}).to_dict()
+    assert outcome.activations({**report, "calibrated": True}) == [
+        "activations measured on calibration text: int8 at 3 of 6 matrices, else float",
+        "  model.layers.2–3, 9.mlp up: float, as int8 changes 5 % (layer 2; --json has all)",
+    ]
+    assert outcome.activations({**report, "calibrated": True}, details=False) == [
+        "activations measured on calibration text: int8 at 3 of 6 matrices, else float"
+    ]
+
+
+def test_a_log_tells_of_long_work_alone(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
+    with output.progress("working") as step:
+        for done, seconds in ((1, 29), (2, 31), (3, 60), (4, 100)):
+            now[0] = seconds
+            step(done, 4)
+    assert capsys.readouterr().err == "fanfold: working: 50 %\n"
 
 
 def test_layer_ranges():

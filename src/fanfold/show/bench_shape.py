@@ -62,9 +62,11 @@ def parse(
         found = _SHAPE.fullmatch(one)
         if found is None:
             raise ValueError(f"--shape {one!r}: expected d_model x d_ff, as in 4096x11008")
-        if 0 in (int(found[1]), int(found[2])):
-            raise ValueError(f"--shape {one!r}: expected sizes from 1 on")
-        specs.append(Spec.parse(ffn, d_model=int(found[1]), d_ff=int(found[2])))
+        sizes = {"d_model": int(found[1]), "d_ff": int(found[2])}
+        zero = [f"{name}=0" for name, n in sizes.items() if n == 0]
+        if zero:
+            raise ValueError(f"--shape {one!r}: {' and '.join(zero)}: expected sizes from 1 on")
+        specs.append(Spec.parse(ffn, **sizes))
     counts = _listed(tokens)
     wrong = [t for t in counts if not t.isdecimal() or int(t) < 1]
     if wrong or not counts:

@@ -204,12 +204,12 @@ def bench(
         _one_of(context, model, shape)
         chosen = _formats(format)
         if tp > 1:
-            bench_parallel.check(tp)
-            if len(chosen) > 1:
-                raise ValueError(f"--tp takes one format, got {len(chosen)}")
             beside = [f"--{n}" for n in _typed(context, ("linears", "checkpoint"))]
             if beside:
                 raise ValueError(f"{', '.join(beside)}: not with --tp, which cuts the FFNs of the model itself")
+            bench_parallel.check(tp)
+            if len(chosen) > 1:
+                raise ValueError(f"--tp takes one format, got {len(chosen)}")
         if checkpoint is not None and format is not None and linears is Linears.ffn:
             raise ValueError(f"--format {','.join(format)}: the FFNs of a --checkpoint have their own, leave it out")
     from . import bench as work

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Progress = Callable[[int, int], None]
-LOG_SECONDS = 15.0  # between lines of a log
+LOG_SECONDS = 30.0  # between lines of a log
 
 
 @contextlib.contextmanager
