@@ -42,6 +42,17 @@ def test_every_linear_is_swapped_and_verified(family, format) -> None:
                                 f"{COUNTS[family][1]} other linears swapped")  # fmt: skip
 
 
+@pytest.mark.parametrize("linears", ["ffn", "all"])
+@pytest.mark.parametrize("given", [False, True])
+def test_progress_rises_to_the_whole(linears, given) -> None:
+    model, said = build(BY_NAME["llama"]), []
+    found = ff.find(model) if given else None
+    ff.swap(model, backend="cpu", linears=linears, found=found, progress=lambda *step: said.append(step))
+    assert said == sorted(said)
+    assert said[-1] == (100, 100)
+    assert len(set(said)) > (1 if given and linears == "ffn" else 3)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_logits_are_those_of_the_dequantized_weights(family) -> None:
     model = build(BY_NAME[family])
