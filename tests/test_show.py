@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 import show_models
 from fanfold.kernels import packed
-from fanfold.show import bench, cli, doctor, failures, machine, models
+from fanfold.show import bench, cli, doctor, failures, machine, models, text
 from fanfold.show import demo as demo_module
 
 runner = CliRunner()
@@ -526,8 +526,9 @@ def test_bench_of_a_causal_model(tiny, format):
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_bench_of_every_linear_and_of_a_checkpoint(tiny, tmp_path, checkpoint):
-    """What bench measures is what swap with the same options makes."""
+def test_bench_of_every_linear_and_of_a_checkpoint(tiny, tmp_path, checkpoint, monkeypatch):
+    """What bench measures is what swap with the same options makes, calibrated on the same tokens."""
+    monkeypatch.setattr(text, "calibration_ids", lambda *_: torch.arange(3, 40)[None])  # as of a model with a tokenizer
     options = ["--linears", "all", "--format", "int8_g32"]
     if checkpoint:
         assert invoke("quantize", tiny, "--format", "int8_g32", "-o", tmp_path / "q").exit_code == 0
@@ -539,6 +540,8 @@ def test_bench_of_every_linear_and_of_a_checkpoint(tiny, tmp_path, checkpoint):
     assert [[row[n] for n in of_matrices] for row in run["swap"]["rows"]] == [
         [row[n] for n in of_matrices] for row in alone["rows"]
     ]
+    assert run["swap"]["calibrated"] is alone["calibrated"] is True
+    assert run["swap"]["argmax_tokens"] == alone["argmax_tokens"] > 0
     assert run["linears"] == ("ffn" if checkpoint else "all")
     assert run["checkpoint"] == (str(tmp_path / "q") if checkpoint else None)
     assert run["after"]["ffn_bytes"] == sum(row["bytes_after"] for row in alone["rows"] if row["kind"] != "linear")
