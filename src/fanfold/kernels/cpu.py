@@ -165,6 +165,53 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y
 
 
+def norm_why_not(x: Any, weight: Any) -> str | None:
+    """None if `rms_norm` can run, else the reason."""
+    plan = _norm_plan(x, weight)
+    return plan if isinstance(plan, str) else None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * (weight + offset).  x  [..., D], weight  [D], of one dtype  ->  [..., D].
+
+    Computed in float32, rounded once. Raises ValueError with the reason where `norm_why_not` gives one.
+    """
+    bound = prepare_norm(x, weight, eps, offset)
+    if isinstance(bound, str):
+        raise ValueError(f"the cpu backend cannot run this call: {bound}")
+    d = weight.shape[0]
+    rows, stride, tokens = _rows(x, d)
+    y = torch.empty(x.shape, dtype=x.dtype)
+    bound.run(torch.get_num_threads(), rows.data_ptr(), stride, y.data_ptr(), d, tokens)
+    return y
+
+
+def prepare_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Any | str:
+    """`rms_norm` bound as by `prepare`, or the reason of `norm_why_not`."""
+    plan = _norm_plan(x, weight)
+    if isinstance(plan, str):
+        return plan
+    return _cpu.bind_norm(plan, _DTYPES[x.dtype], weight.shape[0], weight.data_ptr(), offset, eps)
+
+
+def _norm_plan(x: Any, weight: Any) -> str | int:
+    if _missing is not None:
+        return _missing
+    try:
+        isa_id = _ISA_IDS[isa()]
+    except ValueError as error:
+        return str(error)
+    reason = _plain("weight", weight)
+    if reason is None and (weight.dim() != 1 or weight.shape[0] < 1):
+        return f"weight has shape {tuple(weight.shape)}, expected [width]"
+    if reason is None and weight.stride(0) != 1 and weight.shape[0] != 1:
+        return f"weight has stride {weight.stride(0)}, expected a contiguous one"
+    reason = reason or _input(x, weight.shape[0])
+    if reason is None and x.dtype != weight.dtype:
+        return f"x is {x.dtype}, weight is {weight.dtype}: expected one dtype"
+    return isa_id if reason is None else reason
+
+
 def _bind_linear(plan: tuple[int, bool, int], code: int, weight: Tensor, bias: Tensor | None) -> Any:
     isa_id, transposed, w_stride = plan
     n_out, n_in = weight.shape

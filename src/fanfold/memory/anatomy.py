@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from ..models.find import Found, Progress, find
 from ..models.inputs import default_inputs
 from ..models.linears import quiet
+from ..models.norms import Norm, recognise
 from ..models.observe import batch
 from .heads import Head, look_at_head
 from .layers import Layer, coefficients, plain_matrix
-from .norms import Norm, recognise
 from .sums import sum_rule
 from .taps import Taps, logits_of, run
 from .trace import calls, events, outside

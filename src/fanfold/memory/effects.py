@@ -13,9 +13,9 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
+from ..models.norms import no_norm
 from .anatomy import Anatomy
 from .layers import Layer
-from .norms import no_norm
 
 _SCORES = 1 << 25  # scores in memory at a time: 128 MiB
 

@@ -17,11 +17,11 @@ from ..kernels import packed
 from ..models import emulate
 from ..models.laboratory import ALLOWED, relative
 from ..models.linears import is_linear
+from ..models.norms import Norm, no_norm, recognise
 from ..models.packed_state import PackedLinearState
 from ..numerics import UNIT_ROUNDOFF, dtype_name
 from ..weights import to_float64
 from .layers import plain_matrix
-from .norms import Norm, no_norm, recognise
 from .taps import copied
 from .trace import Event
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from ..layout import Layout
 from ..spec import Spec
+from .norms import RmsNorm
 from .states import LinearState
 
 
 @dataclasses.dataclass(kw_only=True)
 class SwapRow:
-    """One FFN of the report, or one other linear (kind "linear": no spec or layout).
+    """One FFN of the report, or one other linear (kind "linear": no spec or layout), or norm (kind "norm").
 
     status  "swapped" or "left" (then `reason` says why).  backend  what ran in the verification.
     error, error_torch  relative errors of our output and of PyTorch's own against float64;
@@ -24,7 +25,7 @@ class SwapRow:
     bytes_before, bytes_after  of its matrices in memory (None for format=None); with a tied table, that one beside it.
     save    what forward keeps while it is trained (`FeedForward(save=…)`); None: PyTorch's own ops run then.
     gradient_ratio  the largest error of a gradient as a share of what the rule allows, where it was verified.
-    shape  (n_in, n_out) of a linear.
+    shape  (n_in, n_out) of a linear.  norm  what a norm is.
     """
 
     path: str
@@ -47,6 +48,7 @@ class SwapRow:
     save: str | None = None
     gradient_ratio: float | None = None
     shape: tuple[int, int] | None = None
+    norm: RmsNorm | None = None
     states: list[LinearState] = dataclasses.field(default_factory=list, repr=False)
 
     @property
@@ -68,6 +70,7 @@ class SwapRow:
         out = {name: getattr(self, name) for name in names}
         out["spec"] = self.spec.to_dict() if self.spec else None
         out["layout"] = dataclasses.asdict(self.layout) if self.layout else None
+        out["norm"] = dataclasses.asdict(self.norm) if self.norm else None
         return out | {"calls": self.calls, "stepped_aside": self.stepped_aside}
 
     @property
@@ -75,6 +78,8 @@ class SwapRow:
         """What it computes, in words."""
         if self.shape is not None:
             return f"linear {self.shape[0]}->{self.shape[1]}"
+        if self.norm is not None:
+            return self.norm.describe()
         return self.spec.describe() if self.spec else "?"
 
     @property
@@ -132,8 +137,8 @@ def runs(numbers: Iterable[int]) -> str:
 
 @dataclasses.dataclass(kw_only=True)
 class SwapReport:
-    """What `swap` did: a row per FFN, and per other linear with linears="all". Prints as a table, in which like layers
-    are one row, with the largest of their errors.
+    """What `swap` did: a row per FFN, and per other linear and norm with linears="all". Prints as a table, in which
+    like layers are one row, with the largest of their errors.
 
     calibrated      whether activations were chosen on calibration inputs.
     argmax_changes  next-token predictions on them that the swap changed, of `argmax_tokens`; None if not counted.
@@ -148,11 +153,15 @@ class SwapReport:
 
     @property
     def ffns(self) -> list[SwapRow]:
-        return [row for row in self.rows if row.kind != "linear"]
+        return [row for row in self.rows if is_ffn(row.kind)]
 
     @property
     def linears(self) -> list[SwapRow]:
         return [row for row in self.rows if row.kind == "linear"]
+
+    @property
+    def norms(self) -> list[SwapRow]:
+        return [row for row in self.rows if row.kind == "norm"]
 
     @property
     def n_swapped(self) -> int:
@@ -164,12 +173,18 @@ class SwapReport:
         """Linears beside the FFNs' that were swapped."""
         return sum(row.status == "swapped" for row in self.linears)
 
+    @property
+    def n_norms_swapped(self) -> int:
+        return sum(row.status == "swapped" for row in self.norms)
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "n_swapped": self.n_swapped,
             "n_ffns": len(self.ffns),
             "n_linears_swapped": self.n_linears_swapped,
             "n_linears": len(self.linears),
+            "n_norms_swapped": self.n_norms_swapped,
+            "n_norms": len(self.norms),
             "calibrated": self.calibrated,
             "argmax_changes": self.argmax_changes,
             "argmax_tokens": self.argmax_tokens,
@@ -237,7 +252,19 @@ class SwapReport:
         counts = [f"{self.n_swapped} of {len(self.ffns)} FFNs"]
         if self.linears:
             counts.append(f"{self.n_linears_swapped} of {len(self.linears)} other linears")
-        return [*lines, f"{' and '.join(counts)} swapped"]
+        if self.norms:
+            counts.append(f"{self.n_norms_swapped} of {len(self.norms)} norms")
+        return [*lines, f"{listed(counts)} swapped"]
+
+
+def is_ffn(kind: str) -> bool:
+    """Whether a row of this kind is an FFN, and not what else a model is made of."""
+    return kind not in ("linear", "norm")
+
+
+def listed(items: list[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    return " and ".join([", ".join(items[:-1]), items[-1]] if items[1:] else items)
 
 
 def _reason(row: SwapRow) -> str:

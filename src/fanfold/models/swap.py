@@ -23,6 +23,7 @@ from .packing import put_back
 from .report import SwapReport, SwapRow
 from .states import FFNState, LinearState, reset
 from .swapped import SwappedFFN, SwappedLinear, install, is_swapped
+from .swapped_norm import find_norms, swap_norm
 from .verify import Truth
 from .verify_packed import LinearTruth, ffn_cases, judge, run_linear
 from .verify_train import judge_gradients
@@ -60,7 +61,8 @@ def swap(
     progress  called with (per cent done, 100).
     linears   "ffn", or "all": every other nn.Linear and Conv1D too, each verified alone. With a named format, one that
               a run of the model (on calibration, `inputs`, or random tokens) does not reach, or whose weight other code
-              reads by itself, is left.
+              reads by itself, is left. And the RMS norms between them, found by experiment: their weights stay as they
+              are, in every format.
     activations  for integer formats: "int8", "float", or "auto": int8 except where `quantize.guard` finds on the
               calibration inputs that it costs too much.
     calibration  token ids, a tensor, a tuple, or a dict for model(**batch); default: `inputs`. It also counts how many
@@ -71,9 +73,9 @@ def swap(
               what `save` says (see `nn.FeedForward`), under autocast too; its gradients are verified as well. It stays
               swapped where our kernels are not ahead in inference. format=None alone; an FFN written out in its
               layer's code is not reached.
-    -> SwapReport: a row per FFN and linear. While gradients are needed (without `train`), in training with dropout,
-    under autocast, or when an adapter or hook is found, a swapped FFN runs its own code; `rows[i].stepped_aside` counts
-    that.
+    -> SwapReport: a row per FFN, linear and norm. While gradients are needed (without `train`), in training with
+    dropout, under autocast, or when an adapter or hook is found, a swapped FFN runs its own code;
+    `rows[i].stepped_aside` counts that.
     Raises FindError if there is no FFN, ValueError on an unknown format or option, or a model already swapped.
     """
     if not isinstance(model, nn.Module):
@@ -116,9 +118,11 @@ def swap(
             done = [item for item, row in zip(found, report.rows) if row.status == "swapped"]
             taken = [path for item in done for path in item.projections.values()]
             step, others = _part(progress, bounds[1], bounds[2]), other_linears(model, taken)
+            norms = find_norms(model, [item.path for item in done if item.kind == "module"])
             for i, (path, m) in enumerate(others.items()):
                 report.rows.append(swap_linear(job, path, m))
                 step(i + 1, len(others))
+            report.rows += [swap_norm(job, path, *norm) for path, norm in norms.items()]
         if format is None and dispatch.resolve(backend) == "auto":
             choose_by_measurement(model, report.rows)
         describe_again([state for row in report.rows for state in row.states])

@@ -30,14 +30,20 @@ def failed(report: dict[str, Any]) -> str | None:
 
 
 def _ffns(report: dict[str, Any]) -> list[dict[str, Any]]:
-    return [row for row in report["rows"] if row["kind"] != "linear"]
+    from ..models.report import is_ffn
+
+    return [row for row in report["rows"] if is_ffn(row["kind"])]
 
 
 def headline(report: dict[str, Any]) -> str:
-    """How many FFNs were identified and swapped, and linears beside them; `report` is a SwapReport's to_dict()."""
+    """How many FFNs were identified and swapped, and what else; `report` is a SwapReport's to_dict()."""
     rows, swapped = _ffns(report), report["n_swapped"]
     identified = sum(row["spec"] is not None for row in rows)
-    others = f", {report['n_linears_swapped']} of {report['n_linears']} other linears" if report["n_linears"] else ""
+    others = "".join(
+        f", {report[f'n_{kind}_swapped']} of {report[f'n_{kind}']} {what}"
+        for kind, what in (("linears", "other linears"), ("norms", "norms"))
+        if report[f"n_{kind}"]
+    )
     if identified == swapped:
         return f"{swapped} of {len(rows)} FFNs identified and swapped{others}"
     said = f"{identified} of {len(rows)} FFNs identified, {swapped} swapped"
@@ -48,11 +54,11 @@ def headline(report: dict[str, Any]) -> str:
 
 
 def reasons(report: dict[str, Any]) -> list[str]:
-    """Each reason why an FFN or a linear was left, once, with the number of them that it holds for."""
+    """Each reason why an FFN, a linear or a norm was left, once, with the number of them that it holds for."""
     counts: dict[tuple[str, str], int] = {}
     for row in report["rows"]:
         if row["status"] != "swapped":
-            key = ("linear" if row["kind"] == "linear" else "FFN", row["reason"])
+            key = (row["kind"] if row["kind"] in ("linear", "norm") else "FFN", row["reason"])
             counts[key] = counts.get(key, 0) + 1
     return [f"{n} {what}{'s' if n > 1 else ''} left as found: {reason}" for (what, reason), n in counts.items()]
 

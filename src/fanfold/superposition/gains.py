@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..memory.anatomy import Anatomy
-from ..memory.norms import recognise
 from ..memory.taps import run
 from ..models.inputs import default_inputs
 from ..models.linears import quiet
+from ..models.norms import recognise
 
 
 def seen_by_residual(anatomy: Anatomy, inputs: Any = None) -> list[tuple[Tensor, bool, str] | None]:

@@ -96,6 +96,16 @@ Bound bind_linear(int isa, int x_dtype, int y_dtype, ptrdiff_t n_in, ptrdiff_t n
   return bound;
 }
 
+BoundNorm bind_norm(int isa, int dtype_code, ptrdiff_t width, uintptr_t weight, float offset, double eps) {
+  BoundNorm bound{checked(isa).kernels, {}};
+  bound.call.dtype = dtype(dtype_code);
+  bound.call.width = width;
+  bound.call.weight = pointer(weight);
+  bound.call.offset = offset;
+  bound.call.eps = eps;
+  return bound;
+}
+
 // (data, format, n, k, bias, whether inputs are quantized); data 0: absent
 using Part = std::tuple<uintptr_t, int, ptrdiff_t, ptrdiff_t, uintptr_t, bool>;
 
@@ -248,6 +258,8 @@ NB_MODULE(_cpu, m) {
   nb::class_<Bound>(m, "Bound").def("run", &Bound::run);
   m.def("bind_ffn", &bind_ffn);
   m.def("bind_linear", &bind_linear);
+  nb::class_<BoundNorm>(m, "BoundNorm").def("run", &BoundNorm::run);
+  m.def("bind_norm", &bind_norm);
   nb::class_<BoundPacked>(m, "BoundPacked").def("run", &BoundPacked::run);
   m.def("bind_packed", &bind_packed);
   m.def("bind_packed_linear", &bind_packed_linear);

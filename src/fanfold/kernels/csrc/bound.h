@@ -1,4 +1,4 @@
-// A product or FFN with its weights bound, as Python holds it.
+// A product, FFN or norm with its weights bound, as Python holds it.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -36,4 +36,5 @@ struct BoundCall {
 };
 
 using Bound = BoundCall<fanfold::Kernels, fanfold::Call>;
+using BoundNorm = BoundCall<fanfold::Kernels, fanfold::Norm>;
 using BoundPacked = BoundCall<fanfold::PackedKernels, fanfold::PackedCall>;

@@ -104,4 +104,11 @@ void run(const Kernels& isa, const Call& given) {
   isa.run(call, static_cast<float*>(lease.data()));
 }
 
+void run(const Kernels& isa, const Norm& given) {
+  if (given.tokens <= 0 || given.width <= 0) return;
+  Norm call = given;
+  call.threads = threads_worth(call.threads, static_cast<double>(call.width), call.tokens);
+  isa.norm(call);
+}
+
 }  // namespace fanfold

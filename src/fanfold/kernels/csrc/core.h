@@ -83,12 +83,28 @@ struct Middle {
   float gate_limit = 0, up_limit = 0, up_offset = 0;
 };
 
+// The norm before an FFN: y = x / sqrt(mean(x^2) + eps) * (weight + offset), row by row of [T, width].
+struct Norm {
+  int threads = 1;
+  const void* x = nullptr;
+  ptrdiff_t x_stride = 0;
+  void* y = nullptr;
+  ptrdiff_t y_stride = 0;
+  ptrdiff_t tokens = 0;
+  ptrdiff_t width = 0;
+  DType dtype = kFloat32;  // of x, y and weight
+  const void* weight = nullptr;
+  float offset = 0;
+  double eps = 0;
+};
+
 // What one instruction set offers; `workspace` says how many floats `run` needs.
 struct Kernels {
   size_t (*workspace)(const Call&);
   void (*run)(const Call&, float* workspace);
   void (*activation)(int act, const double* params, const float* src, float* dst, ptrdiff_t n);
   void (*middle)(const Middle&);
+  void (*norm)(const Norm&);
 };
 
 struct PackedKernels;  // packed.h
@@ -108,5 +124,6 @@ const char* const* activation_names();
 
 // Runs the call with a workspace from the cache. Throws std::bad_alloc when there is no memory for it.
 void run(const Kernels& isa, const Call& call);
+void run(const Kernels& isa, const Norm& call);
 
 }  // namespace fanfold

@@ -22,6 +22,7 @@ namespace {
 //
 #include "act_inl.h"
 #include "combine_inl.h"
+#include "norm_inl.h"
 #include "slopes_inl.h"
 //
 #include "few_inl.h"
@@ -127,6 +128,7 @@ void activation(int act, const double* params, const float* src, float* dst, ptr
 }  // namespace FANFOLD_NS
 
 extern const Kernels FANFOLD_TABLE;
-const Kernels FANFOLD_TABLE = {FANFOLD_NS::workspace, FANFOLD_NS::run, FANFOLD_NS::activation, FANFOLD_NS::middle};
+const Kernels FANFOLD_TABLE = {FANFOLD_NS::workspace, FANFOLD_NS::run, FANFOLD_NS::activation, FANFOLD_NS::middle,
+                               FANFOLD_NS::norm};
 
 }  // namespace fanfold

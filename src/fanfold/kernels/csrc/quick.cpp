@@ -14,7 +14,7 @@ namespace {
 
 // In the order of quick.py's plan.
 enum Item {
-  kKernel,  // Bound or BoundPacked
+  kKernel,  // Bound, BoundNorm or BoundPacked
   kTensor,  // the type of x
   kDtype,   // of x
   kInputs,  // of a token
@@ -232,6 +232,10 @@ nb::object attempt(const nb::tuple& plan, nb::handle given) {
   const nb::handle kernel = at(plan, kKernel);
   if (nb::isinstance<Bound>(kernel)) {
     nb::cast<const Bound&>(kernel).run(threads, x_at, inputs, address(y.ptr()), n_out, tokens);
+    return y;
+  }
+  if (nb::isinstance<BoundNorm>(kernel)) {
+    nb::cast<const BoundNorm&>(kernel).run(threads, x_at, inputs, address(y.ptr()), n_out, tokens);
     return y;
   }
   const BoundPacked& packed = nb::cast<const BoundPacked&>(kernel);
