@@ -15,8 +15,10 @@ from fanfold import numerics
 from fanfold.models.swapped import is_swapped
 
 BY_NAME = {f.name: f for f in FAMILIES}
-# (FFNs, other linears)
-COUNTS = {"llama": (2, 9), "gpt2": (2, 5), "bert": (2, 10), "opt": (2, 9), "t5": (4, 25), "phi3": (2, 5)}
+# (FFNs, other linears, RMS norms)
+COUNTS = {
+    "llama": (2, 9, 5), "gpt2": (2, 5, 0), "bert": (2, 10, 0), "opt": (2, 9, 0), "t5": (4, 25, 12), "phi3": (2, 5, 5),
+}  # fmt: skip
 
 
 def run(model: nn.Module, batch: dict) -> torch.Tensor:
@@ -30,16 +32,18 @@ def test_every_linear_is_swapped_and_verified(family, format) -> None:
     model = build(BY_NAME[family])
     batch = inputs(model)
     report = ff.swap(model, format=format, linears="all", calibration=batch)
-    assert (report.n_swapped, report.n_linears_swapped) == COUNTS[family], str(report)
-    assert len(report.linears) == COUNTS[family][1]
+    assert (report.n_swapped, report.n_linears_swapped, report.n_norms_swapped) == COUNTS[family], str(report)
+    assert (len(report.ffns), len(report.linears), len(report.norms)) == COUNTS[family]
     assert all(row.kind == "linear" and row.ratio <= 1 and row.shape for row in report.linears)
+    assert all(row.kind == "norm" and row.ratio <= 1 and row.format is None for row in report.norms)
     run(model, batch)
     assert all(row.calls and not row.stepped_aside for row in report.rows), str(report)
     if format != "bf16":
         assert report.calibrated
-        assert all(row.guard for row in report.rows)
-    assert str(report).endswith(f"{COUNTS[family][0]} of {COUNTS[family][0]} FFNs and {COUNTS[family][1]} of "
-                                f"{COUNTS[family][1]} other linears swapped")  # fmt: skip
+        assert all(row.guard for row in (*report.ffns, *report.linears))
+    ffns, linears, norms = COUNTS[family]
+    said = f"{ffns} of {ffns} FFNs{', ' if norms else ' and '}{linears} of {linears} other linears"
+    assert str(report).endswith(f"{said} and {norms} of {norms} norms swapped" if norms else f"{said} swapped")
 
 
 @pytest.mark.parametrize("linears", ["ffn", "all"])

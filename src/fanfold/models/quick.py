@@ -85,6 +85,8 @@ class Quick:
     ) -> None:
         """questions  (method, answer) pairs to hold the parameters to; default: that each lies where and as it does."""
         places = {id(place): place for place, _, value in watched if isinstance(value, (nn.Module, Tensor))}
+        if module is not None:
+            places[id(module._modules)] = module._modules  # also where it has no children yet
         if questions is None:
             parameters = [value for _, _, value in watched if isinstance(value, Tensor)]
             questions = [(f, f()) for p in parameters for f in _questions(p)]

@@ -64,7 +64,10 @@ class NormState(LinearState):
             return "backend torch"
         if weight.dtype != self.dtype:
             return f"its weight is {weight.dtype}, and was {self.dtype} when it was identified"
-        return cpu.norm_why_not(x, weight)
+        reason = cpu.norm_why_not(x, weight)
+        if reason is not None and backend == "cpu":
+            raise dispatch.BackendError(f"backend 'cpu' cannot run {self.path}: {reason}")
+        return reason
 
 
 class SwappedNorm(Swapped):
