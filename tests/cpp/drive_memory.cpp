@@ -197,6 +197,35 @@ void middles(const fanfold::Isa& isa) {
   }
 }
 
+// RMS norms: widths that fill no vector, strides, x written over by y.
+void norms(const fanfold::Isa& isa) {
+  for (const ptrdiff_t width : {1, 15, 16, 33, 64, 130}) {
+    for (const DType type : kTypes) {
+      for (const ptrdiff_t count : {1, 3, 40}) {
+        const ptrdiff_t gap = cases % 3, stride = width + gap;
+        snprintf(current_case, sizeof current_case, "norm %s width %td x %d tokens %td gap %td", isa.name, width, type,
+                 count, gap);
+        const Buffer x = numbers(count, width, stride, type), y = numbers(count, width, width, type);
+        const Buffer weight = numbers(1, width, width, type);
+        put_number(x.data(), type, kStrange[cases % 10]);
+        fanfold::Norm c;
+        c.threads = 3;
+        c.x = x.data();
+        c.x_stride = stride;
+        c.y = cases % 2 == 0 ? x.data() : y.data();
+        c.y_stride = cases % 2 == 0 ? stride : width;
+        c.tokens = count;
+        c.width = width;
+        c.dtype = type;
+        c.weight = weight.data();
+        c.eps = 1e-5;
+        isa.kernels->norm(c);
+        ++cases;
+      }
+    }
+  }
+}
+
 // The search for scales: rows that fill no vector, a short last group, numbers of any size; one thread and three agree.
 void fits(const fanfold::Isa& isa) {
   for (const ptrdiff_t n : {1, 5, 16, 37}) {
@@ -230,6 +259,7 @@ void drive(const fanfold::Isa& isa, const std::string& part) {
     odd_values(isa);
     activations(isa);
     middles(isa);
+    norms(isa);
     fits(isa);
   }
   printf("%s: %d cases\n", isa.name, cases);

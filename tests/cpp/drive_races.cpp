@@ -110,6 +110,20 @@ void middle(const fanfold::Isa& isa) {
   }
 }
 
+void norm(const fanfold::Isa& isa) {
+  snprintf(current_case, sizeof current_case, "norm %s", isa.name);
+  const Buffer x = numbers(40, 33, 33, fanfold::kBFloat16), weight = numbers(1, 33, 33, fanfold::kBFloat16);
+  fanfold::Norm c;
+  c.threads = 4;
+  c.x = c.y = x.data();
+  c.x_stride = c.y_stride = c.width = 33;
+  c.tokens = 40;
+  c.dtype = fanfold::kBFloat16;
+  c.weight = weight.data();
+  isa.kernels->norm(c);
+  ++cases;
+}
+
 // Codes of the same row come from one thread, but bytes of neighbouring rows lie side by side.
 void fits(const fanfold::Isa& isa) {
   snprintf(current_case, sizeof current_case, "fit %s", isa.name);
@@ -127,6 +141,7 @@ void drive(const fanfold::Isa& isa) {
   }
   not_finite(isa);
   middle(isa);
+  norm(isa);
   fits(isa);
   printf("%s: %d cases\n", isa.name, cases);
 }
