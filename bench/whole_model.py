@@ -35,7 +35,7 @@ from fanfold.show.output import number, percent, plain, progress, size, table
 MODELS = ("smollm2", "llama-1.1b")
 FORMATS = ("bf16", "int8", "int4")
 BASELINE = "torch bf16"  # in every batch
-BOUND = "no linears"  # what is left where they take no time
+BOUND = "no linears"  # nor norms: what is left where they take no time
 SPARE = 0.8  # of the available memory may be used
 # A Llama of 1.1 billion parameters: TinyLlama's shape.
 LLAMA: dict[str, Any] = {
@@ -137,7 +137,12 @@ class Zeros(torch.nn.Module):
 
 
 def _without_linears(model: Model) -> Model:
+    from fanfold.models.swapped_norm import find_norms
+
     made = copy.deepcopy(model)
+    for path in find_norms(made, []):
+        parent, _, name = path.rpartition(".")
+        setattr(made.get_submodule(parent), name, torch.nn.Identity())
     places = {f.path: f.spec.d_model for f in ff.find(made) if f.spec is not None and f.kind == "module"}
     inside = tuple(f"{path}." for path in places)
     for path, m in made.named_modules():
@@ -377,7 +382,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument(
         "--unverified", action="store_true", help="swap without the float64 checks, long for a billion weights"
     )
-    p.add_argument("--bound", action="store_true", help="also with every FFN and linear giving zeros in no time")
+    p.add_argument(
+        "--bound",
+        action="store_true",
+        help="also with every FFN and linear giving zeros, and every norm its input, in no time",
+    )
     p.add_argument("--json", type=Path, help="write everything there")
     args = p.parse_args(argv)
     args.models, args.formats = (text.split(",") for text in (args.models, args.formats))

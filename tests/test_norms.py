@@ -19,6 +19,7 @@ from fanfold.models import norms, swapped_norm
 from fanfold.models.norms import RmsNorm
 from fanfold.models.quick import Quick
 from fanfold.models.swapped import is_swapped
+from fanfold.show import outcome
 
 BY_NAME = {f.name: f for f in FAMILIES}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -444,6 +445,36 @@ def test_backends_and_what_is_left(monkeypatch) -> None:
     assert report.n_norms_swapped == 1
     assert not ff.swap(Block(Rms(48)).eval()).norms  # linears="ffn"
     assert not ff.swap(Block(nn.LayerNorm(48)).eval(), linears="all").norms
+
+
+class Gated(Rms):
+    """Mamba2's: a norm alone, as long as nobody gives it a gate."""
+
+    def forward(self, x, gate=None):
+        return super().forward(x if gate is None else x * nn.functional.silu(gate))
+
+
+def test_one_that_takes_more_is_left() -> None:
+    model, report = swapped(Gated)
+    assert report.norms[0].reason == "its code takes gate as well"
+    assert not is_swapped(model.norm)
+    assert "1 norm left as found: its code takes gate" in "\n".join(outcome.reasons(report.to_dict()))
+
+
+def test_an_eps_that_depends_on_the_dtype_is_left() -> None:
+    model = Block(nn.RMSNorm(48)).eval().bfloat16()  # eps is bfloat16's, not the float32 that it was identified in
+    (row,) = ff.swap(model, linears="all", format="bf16").norms
+    x = torch.randn(1, 5, 48).bfloat16() * 1e-3
+    with torch.no_grad():
+        exact = truth(x, model.norm.weight, torch.finfo(torch.float32).eps)
+    if numerics.compare(model.norm(x).detach(), exact, in_torch(x, model.norm.weight.detach(), 1.1920929e-07)):
+        assert row.status == "swapped"
+    else:
+        assert (row.status, "not what the description says" in row.reason) == ("left", True)
+
+
+def test_weights_without_memory_are_no_candidates() -> None:
+    assert not norms.may_be_rms(Rms(8).to("meta"))
 
 
 def test_a_named_backend_runs_or_raises() -> None:

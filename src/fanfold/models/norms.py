@@ -113,7 +113,8 @@ def may_be_rms(module: nn.Module) -> bool:
     if module._modules or [name for name, _ in held] != ["weight"] or is_swapped(module):
         return False
     weight = held[0][1]
-    return type(weight) is nn.Parameter and weight.dim() == 1 and weight.numel() > 1 and weight.is_floating_point()
+    plain = type(weight) is nn.Parameter and not weight.is_meta and weight.is_floating_point()
+    return plain and weight.dim() == 1 and weight.numel() > 1
 
 
 def rms_norm(module: nn.Module) -> RmsNorm | None:

@@ -175,6 +175,7 @@ class SwapReport:
 
     @property
     def n_norms_swapped(self) -> int:
+        """RMS norms that were swapped."""
         return sum(row.status == "swapped" for row in self.norms)
 
     def to_dict(self) -> dict[str, Any]:
@@ -263,7 +264,7 @@ def is_ffn(kind: str) -> bool:
 
 
 def listed(items: list[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
+    """Items in a row: "a, b and c"."""
     return " and ".join([", ".join(items[:-1]), items[-1]] if items[1:] else items)
 
 

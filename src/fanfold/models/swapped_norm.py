@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -78,7 +79,8 @@ class SwappedNorm(Swapped):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._fanfold
         if len(args) != 1 or kwargs:
-            state.step_aside(f"called with {len(args)} arguments and {sorted(kwargs)}")
+            if not _is_compiling():
+                state.step_aside(f"called with {len(args)} arguments and {sorted(kwargs)}")
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         x = args[0]
         quick = state.quick
@@ -137,6 +139,8 @@ def swap_norm(job: Job, path: str, module: Any, norm: RmsNorm) -> SwapRow:
         row.reason = "backend torch: a norm then is PyTorch's own"
     elif "forward" in module.__dict__:
         row.reason = "its forward is patched: another tool has already replaced it"
+    elif more := list(inspect.signature(type(module).forward).parameters)[2:]:
+        row.reason = f"its code takes {', '.join(more)} as well"
     elif why_not is not None:
         row.reason = f"no kernel of ours can run it: {why_not}"
     if row.reason:
