@@ -206,8 +206,17 @@ class Squared(Rms):
         return super().forward(x) * self.weight
 
 
+class Floor(Rms):
+    """eps is the least that is divided by: with a small one only inputs of its own size tell."""
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True).clamp_min(self.some_number / 100))
+
+
 @pytest.mark.parametrize(
-    "other", [AbsoluteEps, Scaled, Residual, Sum, Clamped, Partial, Training, Across, Squared], ids=lambda c: c.__name__
+    "other",
+    [AbsoluteEps, Scaled, Residual, Sum, Clamped, Partial, Training, Across, Squared, Floor],
+    ids=lambda c: c.__name__,
 )
 def test_what_is_nearly_one_is_none(other) -> None:
     module = other(48, 1e-5)
@@ -220,6 +229,8 @@ def test_other_modules_are_none() -> None:
     assert norms.may_be_rms(affine)
     assert norms.rms_norm(affine) is None
     assert norms.rms_norm(nn.PReLU(16)) is None
+    with_child = Rms(16)
+    with_child.adapter = nn.Linear(16, 16)
     for module in (
         nn.LayerNorm(16),
         nn.BatchNorm1d(16),
@@ -227,6 +238,7 @@ def test_other_modules_are_none() -> None:
         nn.Embedding(16, 16),
         nn.PReLU(),
         nn.GELU(),
+        with_child,
     ):
         assert not norms.may_be_rms(module), module
 
@@ -384,7 +396,44 @@ def test_gradients_autocast_and_other_arguments(ready) -> None:
     wide = x.double()  # a dtype that the kernel does not know, and that the module does
     with torch.no_grad():
         assert torch.equal(model.norm(wide), plain.norm(wide))
-    assert torch.func.vmap(model.norm)(x).shape == x.shape
+    assert torch.equal(torch.func.vmap(model.norm)(x), torch.func.vmap(plain.norm)(x))
+    along = torch.randn_like(x)
+    with torch.no_grad():  # forward-mode derivatives pass through
+        ours, expected = (torch.func.jvp(m.norm, (x,), (along,)) for m in (model, plain))
+    assert torch.equal(ours[1], expected[1])
+    assert expected[1].any()
+
+
+def test_another_dtype_is_not_the_one_that_was_identified() -> None:
+    model, report = swapped()
+    plain = copy.deepcopy(model)
+    ff.unswap(plain)
+    x = torch.randn(1, 40, 48).bfloat16()
+    with torch.no_grad(), pytest.warns(UserWarning, match="when it was identified"):
+        assert torch.equal(model.norm.bfloat16()(x), plain.norm.bfloat16()(x))
+    assert report.norms[0].calls == 0
+
+
+class Idle(nn.Module):
+    """A gated FFN that holds a norm and does not use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(48, 96), nn.Linear(48, 96), nn.Linear(96, 48)
+        self.norm = Rms(48)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def test_norms_inside_a_swapped_ffn_are_not_touched() -> None:
+    model = nn.Sequential(Rms(48), Idle()).eval()
+    report = ff.swap(model, linears="all", backend="cpu")
+    assert (report.n_swapped, [row.path for row in report.norms]) == (1, ["0"])
+    with torch.no_grad():
+        model(torch.randn(1, 3, 48))
+    assert all(row.calls == 1 and not row.stepped_aside for row in report.rows)
+    assert outcome.headline(report.to_dict()) == "1 of 1 FFNs identified and swapped, 1 of 1 norms"
 
 
 def test_hooks_fire_around_it() -> None:

@@ -139,7 +139,7 @@ def show(report: Any) -> None:
             row.what,
             row.layout.describe() if row.layout else "–",
             row.format or "in place",
-            row.activations_text,
+            row.activations_text.replace("-", "–"),
             row.backend or "–",
             row.status,
             group.largest("ratio").replace("-", "–"),
