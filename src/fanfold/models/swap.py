@@ -48,7 +48,7 @@ def swap(
     train: bool = False,
     save: str = "all",
 ) -> SwapReport:
-    """Run the FFNs of `model`, or all its linears, on our kernels.
+    """Run the FFNs of `model`, or all its linears and RMS norms, on our kernels.
 
     Every FFN is found by structure and identified by experiment; one that matches no description, or two, is left.
     format    None: the model's own parameters stay where they are and are read in place. A name of

@@ -73,7 +73,7 @@ OneFormat = Annotated[
 Formats = Annotated[
     list[str] | None, typer.Option("--format", help="As for swap; several by commas. With --shape: fp32 to q4_1.")
 ]
-WhichLinears = Annotated[Linears, typer.Option(help="ffn, or all: attention's projections and lm_head too.")]
+WhichLinears = Annotated[Linears, typer.Option(help="ffn, or all: attention's projections and lm_head and RMS norms too.")]
 Checkpoint = Annotated[
     Path | None, typer.Option(help="Take packed FFNs from here: a folder of quantize, or a .gguf file.")
 ]
@@ -136,7 +136,7 @@ def swap(
     checkpoint: Checkpoint = None,
     json: Json = False,
 ) -> None:
-    """Swap the FFNs of a model, or all its linears, verify each, and report what was done."""
+    """Swap the FFNs of a model, or all its linears and norms, verify each, and report what was done."""
     with stdout_kept(json):
         loaded = _load(model, dtype)
         from ..models.swap import swap as do_swap
