@@ -73,7 +73,7 @@ OneFormat = Annotated[
 Formats = Annotated[
     list[str] | None, typer.Option("--format", help="As for swap; several by commas. With --shape: fp32 to q4_1.")
 ]
-WhichLinears = Annotated[Linears, typer.Option(help="ffn, or all: attention's projections and lm_head and RMS norms too.")]
+WhichLinears = Annotated[Linears, typer.Option(help="ffn, or all: attention's projections, lm_head, RMS norms too.")]
 Checkpoint = Annotated[
     Path | None, typer.Option(help="Take packed FFNs from here: a folder of quantize, or a .gguf file.")
 ]
