@@ -10,11 +10,16 @@ void coefficients(const AnyCall& c, bool gated, const float* gate, const float* 
     for (ptrdiff_t t = 0; t < T; ++t) {
       const float *const g = gate + t * pitch, *const u = up + t * pitch;
       To* const row = to + t * to_pitch;
-      for (ptrdiff_t i = 0; i < n && !gated; i += W) put(row + i, act(load(u + i)));
-      for (ptrdiff_t i = 0; i < n && gated; i += W) {
-        const vf value = at_least(at_most(load(u + i), up_limit), -up_limit) + offset;
-        put(row + i, act(at_most(load(g + i), gate_limit)) * value);
-      }
+      ptrdiff_t i = 0;
+      const auto some = [&](auto value, auto pre) __attribute__((always_inline)) {
+        value = at_least(at_most(value, up_limit), -up_limit) + offset;
+        return act(at_most(pre, gate_limit)) * value;
+      };
+      constexpr ptrdiff_t kSome = Lanes<Some>::count;
+      for (; i + kSome <= n && !gated; i += kSome) put(row + i, act(Lanes<Some>::at(u + i)));
+      for (; i + kSome <= n && gated; i += kSome) put(row + i, some(Lanes<Some>::at(u + i), Lanes<Some>::at(g + i)));
+      for (; i < n && !gated; i += W) put(row + i, act(load(u + i)));
+      for (; i < n && gated; i += W) put(row + i, some(load(u + i), load(g + i)));
     }
   });
 }

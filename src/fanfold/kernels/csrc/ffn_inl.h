@@ -114,7 +114,10 @@ void run(const Call& c, float* workspace) {
 
 void activation(int act, const double* params, const float* src, float* dst, ptrdiff_t n) {
   with_activation(act, params, [=](auto f) {
-    for (ptrdiff_t i = 0; i < n; i += W) {
+    constexpr ptrdiff_t kSome = Lanes<Some>::count;
+    ptrdiff_t i = 0;
+    for (; i + kSome <= n; i += kSome) put(dst + i, f(Lanes<Some>::at(src + i)));
+    for (; i < n; i += W) {
       float part[W] = {};
       const ptrdiff_t count = imin(W, n - i);
       for (ptrdiff_t j = 0; j < count; ++j) part[j] = src[i + j];

@@ -224,13 +224,10 @@ static void panel_up(const Call& c, const PanelPlan& p, const float* x, float* m
   panel_product<WT>({&c.up, gated ? &c.gate : nullptr}, {up, gate}, f0, n, c.d_ff, x, c.d_model, tokens, own);
   if (gated) add_bias(c.gate.bias, c.w_dtype, f0, n, panels, gate);
   add_bias(c.up.bias, c.w_dtype, f0, n, panels, up);
-  const float* const done = combine(c, c.gate.data != nullptr, gate, up, div_up(n, MR) * panels * MR * NR);
-  for (ptrdiff_t i = 0; i < n; ++i) {
-    for (ptrdiff_t q = 0; q < panels; ++q) {
-      const float* const from = done + ((i / MR * panels + q) * MR + i % MR) * NR;
-      float* const to = m + (q * c.d_ff + f0 + i) * NR;
-      for (int v = 0; v < NR; v += W) store(to + v, load(from + v));
-    }
+  for (ptrdiff_t i = 0; i < n; i += MR) {
+    const ptrdiff_t from = i * panels * NR, rows = imin(MR, n - i) * NR;
+    // in both, the rows of a tile lie together, for one panel after the other
+    coefficients(c, gated, gate + from, up + from, MR * NR, panels, rows, m + (f0 + i) * NR, c.d_ff * NR);
   }
 }
 

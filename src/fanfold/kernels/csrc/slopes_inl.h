@@ -20,21 +20,21 @@ INL Curve gelu_tanh_curve(vf x) {
   return gated_self(x, s, 1.5957691216057308f + 3.0f * 0.07135481627260025f * (near * near));
 }
 INL Curve gelu_erf_curve(vf x) {
-  const Normal n = normal(x);
+  const Normal<vf> n = normal(x);
   return {x * n.below, n.below + x * (n.density * 0.3989422804014327f)};
 }
 INL Curve mish_curve(vf x) {  // x tanh(softplus(x)); softplus' = sigmoid
-  const vf e = exp_(-vabs(x));
+  const vf e = exp_neg(minus_abs(x));
   const vf top = x < 0.0f ? e * (e + 2.0f) : 1.0f + 2.0f * e, rest = x < 0.0f ? splat(2.0f) : 2.0f * e * e;
   const vf t = top / (top + rest);  // 1 - t = rest / (top + rest) does not cancel
   return {x * t, t + x * (rest / (top + rest)) * (1.0f + t) * sigmoid_of(e, x)};
 }
 INL Curve tanh_curve(vf x) {  // 1 - tanh^2 = 4 e / (1 + e)^2 with e = exp(-2 |x|)
-  const vf e = exp_(-2.0f * vabs(x)), r = reciprocal(1.0f + e);
+  const vf e = exp_neg(-2.0f * vabs(x)), r = reciprocal(1.0f + e);
   return {tanh_(x), 4.0f * e * r * r};
 }
 INL Curve sigmoid_curve(vf x) {
-  const vf e = exp_(-vabs(x)), r = reciprocal(1.0f + e);
+  const vf e = exp_neg(minus_abs(x)), r = reciprocal(1.0f + e);
   return {sigmoid_of(e, x), e * r * r};
 }
 INL Curve xielu_curve(vf x, float alpha_p, float alpha_n, float beta, float eps) {
@@ -50,10 +50,7 @@ struct MiddlePart {
 constexpr ptrdiff_t kMiddleRows = 4;  // of a task
 
 // 2 W elements in the order in which they are cheapest to widen (load_first, load_second), and back.
-struct Two {
-  vf first, second;
-};
-INL void put_two(float* p, Two v) {
+INL void put_two(float* p, Two<vf> v) {
   store(p, v.first);
   store(p + W, v.second);
 }
@@ -61,13 +58,13 @@ INL vu high_half(vf v) {  // rounded as to_bf16 does it
   const vu bits = (vu)v, rounded = bits + 0x7fff + ((bits >> 16) & 1);
   return (vu)(v != v ? (vi)(bits | 0x400000) : (vi)rounded);
 }
-INL void put_two(uint16_t* p, Two v) {
+INL void put_two(uint16_t* p, Two<vf> v) {
   const vu both = (high_half(v.first) >> 16) | (high_half(v.second) & 0xffff0000u);
   __builtin_memcpy(p, &both, sizeof both);
 }
 
 template <class T>
-INL Two read(const Rows& r, ptrdiff_t t, ptrdiff_t i, ptrdiff_t n) {
+INL Two<vf> read(const Rows& r, ptrdiff_t t, ptrdiff_t i, ptrdiff_t n) {
   const T* from = (const T*)r.data + t * r.stride + i;
   T part[2 * W] = {};
   if (n < 2 * W) {
@@ -77,7 +74,7 @@ INL Two read(const Rows& r, ptrdiff_t t, ptrdiff_t i, ptrdiff_t n) {
   return {load_first(from), load_second(from)};
 }
 template <class T>
-INL void write(const Rows& r, ptrdiff_t t, ptrdiff_t i, ptrdiff_t n, Two v) {
+INL void write(const Rows& r, ptrdiff_t t, ptrdiff_t i, ptrdiff_t n, Two<vf> v) {
   T* const to = (T*)r.data + t * r.stride + i;
   if (n == 2 * W) return put_two(to, v);
   T part[2 * W];
@@ -87,7 +84,7 @@ INL void write(const Rows& r, ptrdiff_t t, ptrdiff_t i, ptrdiff_t n, Two v) {
 
 // The factors that dropout puts on coefficients, as `read` orders them.
 template <class T>
-INL Two noise(const Middle& c, ptrdiff_t t, ptrdiff_t i, ptrdiff_t n) {
+INL Two<vf> noise(const Middle& c, ptrdiff_t t, ptrdiff_t i, ptrdiff_t n) {
   typedef uint8_t bytes __attribute__((vector_size(W)));
   uint8_t kept[2 * W] = {};
   __builtin_memcpy(kept, c.mask + t * c.mask_stride + i, (size_t)n);
@@ -129,10 +126,10 @@ template <class T, bool Cut, class F>
 INL void middle_row(const Middle& c, const Limits& l, ptrdiff_t t, F curve) {
   for (ptrdiff_t i = 0; i < c.d_ff; i += 2 * W) {
     const ptrdiff_t n = imin(2 * W, c.d_ff - i);
-    const Two up = c.up.data != nullptr ? read<T>(c.up, t, i, n) : Two{};
-    const Two gate = l.gated ? read<T>(c.gate, t, i, n) : Two{};
-    Two grad = c.grad.data != nullptr ? read<T>(c.grad, t, i, n) : Two{};
-    const Two kept = c.mask != nullptr ? noise<T>(c, t, i, n) : Two{splat(1.0f), splat(1.0f)};
+    const Two<vf> up = c.up.data != nullptr ? read<T>(c.up, t, i, n) : Two<vf>{};
+    const Two<vf> gate = l.gated ? read<T>(c.gate, t, i, n) : Two<vf>{};
+    Two<vf> grad = c.grad.data != nullptr ? read<T>(c.grad, t, i, n) : Two<vf>{};
+    const Two<vf> kept = c.mask != nullptr ? noise<T>(c, t, i, n) : Two<vf>{splat(1.0f), splat(1.0f)};
     grad = {grad.first * kept.first, grad.second * kept.second};
     const Slopes one = slopes_of<Cut>(l, gate.first, up.first, grad.first, curve);
     const Slopes two = slopes_of<Cut>(l, gate.second, up.second, grad.second, curve);
@@ -186,7 +183,7 @@ void middle_body(int, int, void* arg) {
     case kElu:
       return middle_rows<T>(part, [=](vf x) {
         const vf below = p0 * expm1_neg(at_most(x, 0.0f));
-        return Curve{x > 0.0f ? x : below, x > 0.0f ? splat(1.0f) : p0 * exp_(at_most(x, 0.0f))};
+        return Curve{x > 0.0f ? x : below, x > 0.0f ? splat(1.0f) : p0 * exp_neg(at_most(x, 0.0f))};
       });
     case kMish:
       return middle_rows<T>(part, [](vf x) { return mish_curve(x); });

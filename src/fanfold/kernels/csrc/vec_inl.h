@@ -3,6 +3,7 @@
 // copy of a function to the baseline code.
 
 #define INL static inline __attribute__((always_inline))
+#define INLINED __attribute__((always_inline))  // of a lambda
 
 constexpr int W = FANFOLD_W;
 
