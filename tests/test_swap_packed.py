@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 import warnings
@@ -521,6 +522,23 @@ def test_a_packed_model_compiles_whole(family) -> None:
         (ours,) = torch.autograd.grad(y.sum(), x)
         (theirs,) = torch.autograd.grad(mlp(x).sum(), x)
         assert close(ours, theirs)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++")
+def test_inductors_own_cpp_takes_the_operators(tmp_path, monkeypatch) -> None:
+    """cpp_wrapper writes an operator's text into C++ without escaping it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    packed, plain = (build(BY_NAME["llama"]) for _ in range(2))
+    ff.swap(packed, format="int8", linears="all")
+    ff.swap(plain)
+    model = torch.nn.Sequential(
+        packed.model.layers[0].mlp, plain.model.layers[0].mlp, packed.model.layers[0].self_attn.o_proj
+    )
+    x = torch.randn(2, 3, 32)
+    with torch.no_grad():
+        expected = model(x)
+        assert torch.equal(torch.compile(model, fullgraph=True, options={"cpp_wrapper": True})(x), expected)
 
 
 def test_compiled_decoding_with_a_static_cache() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import formats
 from .count import ffn as counted
 from .count import formats as stored
-from .kernels import dispatch, op, packed, packed_op, train
+from .kernels import dispatch, op, op_text, packed, packed_op, train
 from .kernels import torch as torch_ops
 from .kernels.packed import PackedMatrix
 from .models.linears import pristine
@@ -224,7 +224,7 @@ class PackedFeedForward(nn.Module):
     def get_extra_state(self) -> Tensor:
         """What the bytes are, as JSON in a tensor (which every file format takes): load_state_dict holds it against
         its own."""
-        text = json.dumps({"layout": packed.LAYOUT_VERSION, "weights": json.loads(self._description)})
+        text = json.dumps({"layout": packed.LAYOUT_VERSION, "weights": op_text.read(self._description)})
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:

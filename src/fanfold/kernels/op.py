@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 
 import torch
 from torch import Tensor
 
 from ..spec import Spec
 from ..weights import Weights
-from . import dispatch, packed, packed_op, train
+from . import dispatch, op_text, packed, packed_op, train
 from . import torch as torch_ops
 
 _NAMES = ("up", "down", "gate", "up_bias", "gate_bias", "down_bias")
@@ -18,7 +17,7 @@ _NAMES = ("up", "down", "gate", "up_bias", "gate_bias", "down_bias")
 
 @functools.lru_cache(maxsize=256)
 def _spec(text: str) -> Spec:
-    return Spec.from_dict(json.loads(text))
+    return Spec.from_dict(op_text.read(text))
 
 
 def _weights(spec: str, tensors: list[Tensor | None]) -> Weights:
@@ -100,7 +99,7 @@ def ffn(x: Tensor, weights: Weights, backend: str = "auto") -> Tensor:
     # As an operator the call can be seen by tracing and transforms, and has a derivative.
     if torch.compiler.is_compiling() or (named == "cpu" and (grads or torch_ops.transform_active())):
         tensors = [getattr(weights, name) for name in _NAMES]
-        return torch.ops.fanfold.ffn(x, *tensors, weights.spec.to_json(), named)
+        return torch.ops.fanfold.ffn(x, *tensors, op_text.from_json(weights.spec.to_json()), named)
     return dispatch.run(x, weights, backend)
 
 

@@ -7,7 +7,6 @@ a call is a pure function of its arguments. T tokens, N outputs, K inputs.
 from __future__ import annotations
 
 import functools
-import json
 import os
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ..spec import Spec
 from ..weights import Weights
-from . import cpu, dispatch, packed
+from . import cpu, dispatch, op_text, packed
 from .packed import PackedMatrix
 
 _library = torch.library.Library("fanfold", "FRAGMENT")
@@ -62,19 +61,19 @@ def describe(matrix: PackedMatrix) -> str:
 def describe_kind(kind: tuple[str, tuple[int, ...], str]) -> str:
     """The same from (format, shape, activations)."""
     format, (n, k), activations = kind
-    return f'["{format}", {n}, {k}, "{activations}"]'  # by hand: torch.compile does not trace json
+    return f"['{format}', {n}, {k}, '{activations}']"  # by hand: torch.compile does not trace json
 
 
 def describe_ffn(weights: Weights) -> str:
     """The description of an FFN for `fanfold::packed_ffn`."""
     named = ((name, getattr(weights, name)) for name in ("gate", "up", "down"))
-    parts = ", ".join([f'"{name}": {describe(m)}' for name, m in named if m is not None])
-    return f'{{"spec": {weights.spec.to_json()}, "matrices": {{{parts}}}}}'
+    parts = ", ".join([f"'{name}': {describe(m)}" for name, m in named if m is not None])
+    return f"{{'spec': {op_text.from_json(weights.spec.to_json())}, 'matrices': {{{parts}}}}}"
 
 
 @functools.lru_cache(maxsize=4096)
 def _kind(description: str) -> _Kind:
-    return _read_kind(json.loads(description))
+    return _read_kind(op_text.read(description))
 
 
 def _read_kind(read: list[Any]) -> _Kind:
@@ -84,7 +83,7 @@ def _read_kind(read: list[Any]) -> _Kind:
 
 @functools.lru_cache(maxsize=1024)
 def _ffn_kind(description: str) -> tuple[Spec, dict[str, _Kind]]:
-    read = json.loads(description)
+    read = op_text.read(description)
     return Spec.from_dict(read["spec"]), {name: _read_kind(kind) for name, kind in read["matrices"].items()}
 
 
