@@ -1,5 +1,5 @@
-"""JSON as an argument of a PyTorch operator: without double quotes, which Inductor's cpp_wrapper writes into C++ as they
-are (torch 2.13), so that the code it generates does not compile. No name in our descriptions has an apostrophe."""
+"""JSON as an argument of a PyTorch operator: without double quotes, which Inductor's cpp_wrapper writes into C++ as
+they are (torch 2.13): its code then does not compile. No name in our descriptions has an apostrophe."""
 
 from __future__ import annotations
 
