@@ -1,9 +1,8 @@
 // The products of several columns with all tokens. Included by packed_inl.h.
 
 constexpr ptrdiff_t kSpan = 512;  // most inputs of a step over all tokens: its weights stay in L1, the tokens' in L2
-constexpr ptrdiff_t kCodeSpan = 1024;             // … of the matrix unit's codes
-constexpr ptrdiff_t kChain = W == 16 ? 128 : 64;  // inputs of one float32 sum
-constexpr ptrdiff_t kMostColumns = 32;            // of one call, gate's and up's together
+constexpr ptrdiff_t kCodeSpan = 1024;   // … of the matrix unit's codes
+constexpr ptrdiff_t kMostColumns = 32;  // of one call, gate's and up's together
 
 // Room for two columns' span in float32, or unpacked with its headers.
 constexpr size_t kScratchBytes = 2 * (kSpan + 256) * kLanes * sizeof(float);
@@ -233,24 +232,18 @@ static void span_product(const Packed& m, const uint8_t* column, ptrdiff_t pitch
       continue;
     }
     constexpr int kMost = R == 2 ? kPairTokens : kOneTokens;
-    // Sums of kChain inputs are added to the total: rounding grows with their length, not with the matrix.
-    for (ptrdiff_t k = 0; k < n; k += kChain) {
-      const ptrdiff_t part = imin(kChain, n - k), line = kLanes * (direct ? m.bits : 32) / 8;
-      const uint8_t* const from[2] = {at[0] + k * line, at[R - 1] + k * line};
-      const uint16_t* const pairs = in.mode == kDotMode ? in.b + t0 * in.ld + (k0 + k) * T : nullptr;
-      const float* const x = in.mode == kDotMode ? (const float*)pairs : in.f + t0 * in.ld + (k0 + k) * T;
-      if (in.mode == kDotMode) {
+    const float* const x =
+        in.mode == kDotMode ? (const float*)(in.b + t0 * in.ld + k0 * T) : in.f + t0 * in.ld + k0 * T;
+    if (in.mode == kDotMode) {
 #ifdef FANFOLD_BF16
-        float_tiles<R, kDots, kMost>(T, from, part, x, to, ldc, k0 + k == 0, hint);
+      float_tiles<R, kDots, kMost>(T, at, n, x, to, ldc, k0 == 0, hint);
 #endif
-      } else if (!direct || m.format == kFp32) {
-        float_tiles<R, kFloats, kMost>(T, from, part, x, to, ldc, k0 + k == 0, hint);
-      } else if (m.format == kBf16) {
-        float_tiles<R, kPairs, kMost>(T, from, part, x, to, ldc, k0 + k == 0, hint);
-      } else {
-        float_tiles<R, kHalves, kMost>(T, from, part, x, to, ldc, k0 + k == 0, hint);
-      }
-      hint.at += (uintptr_t)(div_up(part, per_line) * hint.step);
+    } else if (!direct || m.format == kFp32) {
+      float_tiles<R, kFloats, kMost>(T, at, n, x, to, ldc, k0 == 0, hint);
+    } else if (m.format == kBf16) {
+      float_tiles<R, kPairs, kMost>(T, at, n, x, to, ldc, k0 == 0, hint);
+    } else {
+      float_tiles<R, kHalves, kMost>(T, at, n, x, to, ldc, k0 == 0, hint);
     }
   }
 }
@@ -283,7 +276,9 @@ INL ptrdiff_t span_of(const Packed& m, const Inputs& in) {
   if (in.mode == kCodeRowMode) {                            // what is unpacked for few tokens must still be in L1
     return (m.bits == 4 && in.groups() <= 2 ? kCodeSpan / 4 : kCodeSpan) / m.block * m.block;
   }
-  const ptrdiff_t most = in.mode == kInt8Mode ? kSpan : W == 16 && m.bits == 32 && in.groups() > 1 ? 128 : 256;
+  const ptrdiff_t most = in.mode == kInt8Mode                         ? (kByPairs && m.bits == 8 ? 2 * kSpan : kSpan)
+                         : W == 16 && m.bits == 32 && in.groups() > 1 ? 128
+                                                                      : 256;
   return imax(most / m.block, 1) * m.block;
 }
 

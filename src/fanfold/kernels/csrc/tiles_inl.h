@@ -17,6 +17,8 @@ struct Hint {
 // Of a column's lines: float32, bfloat16 pairs of inputs, float16, bfloat16 pairs that meet x's pairs whole.
 enum Source { kFloats, kPairs, kHalves, kDots };
 
+constexpr ptrdiff_t kChain = W == 16 ? 128 : 64;  // inputs of one float32 sum: rounding grows with their length
+
 // c[t * ldc + r * 16 + lane] += products of `inputs` inputs (whole steps) of R columns and T tokens; = if `fresh`.
 template <int R, int T, Source S>
 __attribute__((noinline)) static void float_tile(const uint8_t* const* columns, ptrdiff_t inputs, const float* x,
@@ -25,88 +27,112 @@ __attribute__((noinline)) static void float_tile(const uint8_t* const* columns, 
   constexpr int kStep = S == kPairs || S == kDots ? 2 : 1;  // inputs of a line
   constexpr int kLine = S == kHalves ? 32 : 64;             // bytes of it
   constexpr int U = R * T * V >= 8 ? 1 : 8 / (R * T * V);   // chains, so that additions need not wait for each other
-  vf acc[U][R][T][V];
-#pragma GCC unroll 8
-  for (int u = 0; u < U; ++u) {
-#pragma GCC unroll 2
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-      for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) acc[u][r][t][v] = vf{};
-      }
-    }
-  }
+  // Steps of an iteration. On AVX2 they are so short that the loop's own instructions, with a hint in each, would take
+  // a tenth of the time.
+  constexpr int kSteps = U == 1 && W == 8 ? 2 : U;
   const uint8_t* w[R];
 #pragma GCC unroll 2
   for (int r = 0; r < R; ++r) w[r] = columns[r];
-  const auto step = [&](int u, ptrdiff_t k) __attribute__((always_inline)) {
-    vf first[R][V], second[R][V];
+  for (ptrdiff_t begin = 0; begin < inputs; begin += kChain, fresh = false) {
+    const ptrdiff_t end = imin(inputs, begin + kChain);
+    vf acc[U][R][T][V];
+#pragma GCC unroll 8
+    for (int u = 0; u < U; ++u) {
 #pragma GCC unroll 2
-    for (int r = 0; r < R; ++r) {
-      __builtin_prefetch((const void*)(hint.at + (uintptr_t)(r * hint.pitch)), 0, 3);
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) {
-        if constexpr (S == kFloats || S == kDots) {
-          first[r][v] = load((const float*)w[r] + v * W);
-        } else if constexpr (S == kHalves) {
-          first[r][v] = load_half(w[r] + v * W * 2);
-        } else {
-          first[r][v] = load_first((const uint16_t*)w[r] + v * W * 2);
-          second[r][v] = load_second((const uint16_t*)w[r] + v * W * 2);
+          for (int v = 0; v < V; ++v) acc[u][r][t][v] = vf{};
         }
       }
-      w[r] += kLine;
     }
-    hint.at += (uintptr_t)hint.step;
-#ifdef FANFOLD_BF16
-    if constexpr (S == kDots) {
-#pragma GCC unroll 16
-      for (int t = 0; t < T; ++t) {
-        const vf in = splat(x[k / 2 * T + t]);  // a pair of bfloat16 in 32 bits
+    const auto ask = [&](ptrdiff_t lines) INLINED {
 #pragma GCC unroll 2
-        for (int r = 0; r < R; ++r) {
-          acc[u][r][t][0] = (vf)_mm512_dpbf16_ps((__m512)acc[u][r][t][0], (__m512bh)first[r][0], (__m512bh)in);
-        }
-      }
-      return;
-    }
-#endif
-#pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) {
-      const vf in = splat(x[k * T + t]);
+      for (int r = 0; r < R; ++r) __builtin_prefetch((const void*)(hint.at + (uintptr_t)(r * hint.pitch)), 0, 3);
+      hint.at += (uintptr_t)(lines * hint.step);
+    };
+    const auto step = [&](int u, ptrdiff_t k) INLINED {
+      vf first[R][V], second[R][V];
 #pragma GCC unroll 2
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) acc[u][r][t][v] += first[r][v] * in;
+        for (int v = 0; v < V; ++v) {
+          if constexpr (S == kFloats || S == kDots) {
+            first[r][v] = load((const float*)w[r] + v * W);
+          } else if constexpr (S == kHalves) {
+            first[r][v] = load_half(w[r] + v * W * 2);
+          } else {
+            first[r][v] = load_first((const uint16_t*)w[r] + v * W * 2);
+            second[r][v] = load_second((const uint16_t*)w[r] + v * W * 2);
+          }
+        }
+        w[r] += kLine;
       }
-      if constexpr (S == kPairs) {
-        const vf next = splat(x[(k + 1) * T + t]);
+#ifdef FANFOLD_BF16
+      if constexpr (S == kDots) {
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t) {
+          const vf in = splat(x[k / 2 * T + t]);  // a pair of bfloat16 in 32 bits
+#pragma GCC unroll 2
+          for (int r = 0; r < R; ++r) {
+            acc[u][r][t][0] = (vf)_mm512_dpbf16_ps((__m512)acc[u][r][t][0], (__m512bh)first[r][0], (__m512bh)in);
+          }
+        }
+        return;
+      }
+#endif
+#pragma GCC unroll 16
+      for (int t = 0; t < T; ++t) {
+        const vf in = splat(x[k * T + t]);
 #pragma GCC unroll 2
         for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-          for (int v = 0; v < V; ++v) acc[u][r][t][v] += second[r][v] * next;
+          for (int v = 0; v < V; ++v) acc[u][r][t][v] += first[r][v] * in;
+        }
+        if constexpr (S == kPairs) {
+          const vf next = splat(x[(k + 1) * T + t]);
+#pragma GCC unroll 2
+          for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) acc[u][r][t][v] += second[r][v] * next;
+          }
         }
       }
+    };
+    ptrdiff_t k = begin;
+    const auto iterations = [&](auto once) INLINED {
+      for (; k + kSteps * kStep <= end; k += kSteps * kStep) {
+        if constexpr (decltype(once)::value) ask(kSteps);
+#pragma GCC unroll 8
+        for (int i = 0; i < kSteps; ++i) {
+          if constexpr (!decltype(once)::value) ask(1);
+          step(i % U, k + i * kStep);
+        }
+      }
+    };
+    // once an iteration where that leaves no line out
+    if (kSteps > U && hint.step * kSteps <= 64) {
+      iterations(std::bool_constant<(kSteps > U)>{});
+    } else {
+      iterations(std::false_type{});
     }
-  };
-  ptrdiff_t k = 0;
-  for (; k + U * kStep <= inputs; k += U * kStep) {
-#pragma GCC unroll 8
-    for (int u = 0; u < U; ++u) step(u, k + u * kStep);
-  }
-  for (; k < inputs; k += kStep) step(0, k);
+    for (; k < end; k += kStep) {
+      ask(1);
+      step(0, k);
+    }
 #pragma GCC unroll 16
-  for (int t = 0; t < T; ++t) {
+    for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 2
-    for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) {
-        vf sum = acc[0][r][t][v];
+        for (int v = 0; v < V; ++v) {
+          vf sum = acc[0][r][t][v];
 #pragma GCC unroll 8
-        for (int u = 1; u < U; ++u) sum += acc[u][r][t][v];
-        float* const to = c + t * ldc + r * kLanes + v * W;
-        store(to, fresh ? sum : load(to) + sum);
+          for (int u = 1; u < U; ++u) sum += acc[u][r][t][v];
+          float* const to = c + t * ldc + r * kLanes + v * W;
+          store(to, fresh ? sum : load(to) + sum);
+        }
       }
     }
   }
@@ -233,6 +259,9 @@ __attribute__((noinline)) static void int_tile(const IntTile& tile) {
 #pragma GCC unroll 2
   for (int r = 0; r < R; ++r) w[r] = tile.columns[r];
   Hint hint = tile.hint;
+  // As in float_tile: where many tiles share the hints, one for 32 inputs is enough.
+  constexpr bool kMayBeMany = W == 8 && R == 1 && T >= 3 && C != kNibbles;
+  const bool many = hint.step * 8 <= 64;
   for (ptrdiff_t k0 = 0; k0 < tile.inputs; k0 += tile.block) {
     const ptrdiff_t inputs = imin(tile.block, tile.inputs - k0), groups = div_up(inputs, group);
     const uint8_t* scales[R];
@@ -283,11 +312,15 @@ __attribute__((noinline)) static void int_tile(const IntTile& tile) {
           }
         }
       };
+      const auto ask = [&](ptrdiff_t lines) INLINED {
+#pragma GCC unroll 2
+        for (int r = 0; r < R; ++r) __builtin_prefetch((const void*)(hint.at + (uintptr_t)(r * hint.pitch)), 0, 3);
+        hint.at += (uintptr_t)(lines * hint.step);
+      };
       const auto step = [&]() __attribute__((always_inline)) {
         vi first[R][V], second[R][V];
 #pragma GCC unroll 2
         for (int r = 0; r < R; ++r) {
-          __builtin_prefetch((const void*)(hint.at + (uintptr_t)(r * hint.pitch)), 0, 3);
 #pragma GCC unroll 4
           for (int v = 0; v < V; ++v) {
             const vi codes = load_i(w[r] + v * W * 4);
@@ -305,7 +338,6 @@ __attribute__((noinline)) static void int_tile(const IntTile& tile) {
           }
           w[r] += 64;
         }
-        hint.at += (uintptr_t)hint.step;
         add(first, q);
         q += 4 * T;
         if constexpr (C == kNibbles || (kByPairs && C == kBytes)) {
@@ -341,20 +373,30 @@ __attribute__((noinline)) static void int_tile(const IntTile& tile) {
       };
       ptrdiff_t k = 0;
       static_assert(32 / 4 <= kMostPairs, "as many as 16 bits hold");
-      for (; k + 32 <= n; k += 32) {  // few iterations: their end is foreseen
-        empty();
-#pragma GCC unroll 8
-        for (int i = 0; i < 32; i += kStep) step();
-        join();
-      }
-      if constexpr (kSums16) {
-        if (k < n) {
+      const auto iterations = [&](auto asks) INLINED {
+        constexpr int kLines = 32 / kStep / decltype(asks)::value;  // for each hint
+        for (; k + 32 <= n; k += 32) {                              // few iterations: their end is foreseen
           empty();
-          for (; k < n; k += kStep) step();
+#pragma GCC unroll 8
+          for (int i = 0; i < 32 / kStep; ++i) {
+            if (i % kLines == 0) ask(kLines);
+            step();
+          }
           join();
         }
+      };
+      if (kMayBeMany && many) {
+        iterations(std::integral_constant<int, kMayBeMany ? 1 : 32 / kStep>{});
       } else {
-        for (; k < n; k += kStep) step();
+        iterations(std::integral_constant<int, 32 / kStep>{});
+      }
+      if (k < n) {
+        empty();
+        for (; k < n; k += kStep) {
+          ask(1);
+          step();
+        }
+        if constexpr (kSums16) join();
       }
       const auto scaled = [&](auto first) __attribute__((always_inline)) {
 #pragma GCC unroll 2
