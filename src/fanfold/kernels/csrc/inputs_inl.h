@@ -224,6 +224,24 @@ static void interleave(const float* rows, ptrdiff_t pitch, ptrdiff_t T, ptrdiff_
   }
 }
 
+// Asks for the lines that put_group will write: the other thread has read them, and a store that must take them from it
+// takes as long as the coefficients themselves.
+INL void ask_to_put(const Inputs& in, ptrdiff_t t0, ptrdiff_t T, ptrdiff_t k0, ptrdiff_t n) {
+#if FANFOLD_W == 8  // measured there
+  if (is_by_rows(in.mode)) return;
+  const ptrdiff_t size = in.mode == kFloatMode ? 4 : in.mode == kDotMode ? 2 : in.code_bytes;
+  const uintptr_t array = in.mode == kFloatMode ? (uintptr_t)in.f
+                          : in.mode == kDotMode ? (uintptr_t)in.b
+                                                : (uintptr_t)in.q;
+  const uintptr_t at = array + (uintptr_t)((t0 * in.ld + k0 * T) * size);
+  for (uintptr_t line = at; line < at + (uintptr_t)(n * T * size); line += 64) {
+    asm volatile("prefetchw %0" ::"m"(*(const uint8_t*)line));  // where a CPU lacks it, it does nothing
+  }
+#else
+  (void)in, (void)t0, (void)T, (void)k0, (void)n;
+#endif
+}
+
 // Inputs [k0, k0 + n) of a group of T tokens from t0 on made ready, from rows of floats with zeros up to `padded` and
 // to whole activation groups. The rows are written over. Returns whether they could be.
 INL bool put_group(const Packed& m, const Inputs& in, ptrdiff_t t0, ptrdiff_t T, ptrdiff_t k0, ptrdiff_t n,

@@ -166,6 +166,7 @@ static bool up_task(const PackedCall& c, const Plan& p, ptrdiff_t f0, uint8_t* o
   for (ptrdiff_t g = 0, t0 = 0, t1; g < groups; ++g, t0 = t1) {
     t1 = p.m.begin(g + 1, groups);
     const ptrdiff_t first = t0 * p.ldc, T = t1 - t0;
+    if (g + 1 < groups) ask_to_put(p.m, t1, p.m.begin(g + 2, groups) - t1, f0, n);
     float* const rows = (gated ? gate : up) + first;
 #ifdef FANFOLD_AMX
     if (p.m.mode == kRowMode && n == written) {
