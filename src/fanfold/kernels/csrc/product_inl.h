@@ -276,9 +276,8 @@ INL ptrdiff_t span_of(const Packed& m, const Inputs& in) {
   if (in.mode == kCodeRowMode) {                            // what is unpacked for few tokens must still be in L1
     return (m.bits == 4 && in.groups() <= 2 ? kCodeSpan / 4 : kCodeSpan) / m.block * m.block;
   }
-  const ptrdiff_t most = in.mode == kInt8Mode                         ? (kByPairs && m.bits == 8 ? 2 * kSpan : kSpan)
-                         : W == 16 && m.bits == 32 && in.groups() > 1 ? 128
-                                                                      : 256;
+  ptrdiff_t most = W == 16 && m.bits == 32 && in.groups() > 1 ? 128 : 256;
+  if (in.mode == kInt8Mode) most = kByPairs && m.bits == 8 ? 2 * kSpan : kSpan;  // longer: fewer calls of short tiles
   return imax(most / m.block, 1) * m.block;
 }
 

@@ -10,6 +10,14 @@ struct Hint {
   // the time at 1 to 4 tokens; float tiles gained nothing.
   ptrdiff_t header = 0, turn = -1;
   uintptr_t then = 0;
+
+  // What is due in R columns now, and on by `lines` lines.
+  template <int R>
+  INLINED void ask(ptrdiff_t lines) {
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) __builtin_prefetch((const void*)(at + (uintptr_t)(r * pitch)), 0, 3);
+    at += (uintptr_t)(lines * step);
+  }
 };
 
 // ---- float tiles ----
@@ -47,11 +55,6 @@ __attribute__((noinline)) static void float_tile(const uint8_t* const* columns, 
         }
       }
     }
-    const auto ask = [&](ptrdiff_t lines) INLINED {
-#pragma GCC unroll 2
-      for (int r = 0; r < R; ++r) __builtin_prefetch((const void*)(hint.at + (uintptr_t)(r * hint.pitch)), 0, 3);
-      hint.at += (uintptr_t)(lines * hint.step);
-    };
     const auto step = [&](int u, ptrdiff_t k) INLINED {
       vf first[R][V], second[R][V];
 #pragma GCC unroll 2
@@ -103,10 +106,10 @@ __attribute__((noinline)) static void float_tile(const uint8_t* const* columns, 
     ptrdiff_t k = begin;
     const auto iterations = [&](auto once) INLINED {
       for (; k + kSteps * kStep <= end; k += kSteps * kStep) {
-        if constexpr (decltype(once)::value) ask(kSteps);
+        if constexpr (decltype(once)::value) hint.ask<R>(kSteps);
 #pragma GCC unroll 8
         for (int i = 0; i < kSteps; ++i) {
-          if constexpr (!decltype(once)::value) ask(1);
+          if constexpr (!decltype(once)::value) hint.ask<R>(1);
           step(i % U, k + i * kStep);
         }
       }
@@ -118,7 +121,7 @@ __attribute__((noinline)) static void float_tile(const uint8_t* const* columns, 
       iterations(std::false_type{});
     }
     for (; k < end; k += kStep) {
-      ask(1);
+      hint.ask<R>(1);
       step(0, k);
     }
 #pragma GCC unroll 16
@@ -312,11 +315,6 @@ __attribute__((noinline)) static void int_tile(const IntTile& tile) {
           }
         }
       };
-      const auto ask = [&](ptrdiff_t lines) INLINED {
-#pragma GCC unroll 2
-        for (int r = 0; r < R; ++r) __builtin_prefetch((const void*)(hint.at + (uintptr_t)(r * hint.pitch)), 0, 3);
-        hint.at += (uintptr_t)(lines * hint.step);
-      };
       const auto step = [&]() __attribute__((always_inline)) {
         vi first[R][V], second[R][V];
 #pragma GCC unroll 2
@@ -379,7 +377,7 @@ __attribute__((noinline)) static void int_tile(const IntTile& tile) {
           empty();
 #pragma GCC unroll 8
           for (int i = 0; i < 32 / kStep; ++i) {
-            if (i % kLines == 0) ask(kLines);
+            if (i % kLines == 0) hint.ask<R>(kLines);
             step();
           }
           join();
@@ -393,7 +391,7 @@ __attribute__((noinline)) static void int_tile(const IntTile& tile) {
       if (k < n) {
         empty();
         for (; k < n; k += kStep) {
-          ask(1);
+          hint.ask<R>(1);
           step();
         }
         if constexpr (kSums16) join();
