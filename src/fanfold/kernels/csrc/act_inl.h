@@ -270,14 +270,22 @@ INL F sigmoid_of(F e, F x) {  // e = exp(-|x|): the form for x < 0 does not canc
   return where_less(x, 0.0f, e * r, r);
 }
 template <class F>
+INL F exp_minus_abs(F x) {
+  return exp_neg(minus_abs(x));
+}
+template <class F>
+INL F exp_minus_abs(Exact<F> t) {
+  const F high = minus_abs(t.high), low = where_greater(high, -150.0f, times_sign_of(t.high, t.low), F{});
+  const F e = exp_neg(high);
+  return e - e * low;
+}
+template <class F>
 INL F sigmoid(F x) {
-  return sigmoid_of(exp_neg(minus_abs(x)), x);
+  return sigmoid_of(exp_minus_abs(x), x);
 }
 template <class F>
 INL F sigmoid(Exact<F> t) {
-  const F high = minus_abs(t.high), low = where_greater(high, -150.0f, times_sign_of(t.high, t.low), F{});
-  const F e = exp_neg(high);
-  return sigmoid_of(e - e * low, t.high);
+  return sigmoid_of(exp_minus_abs(t), t.high);
 }
 
 template <class F>

@@ -5,19 +5,30 @@ struct Curve {
   vf value, slope;
 };
 
+// sigmoid(t) and 1 - sigmoid(t), neither of them a difference. e = exp(-|t|); x has t's sign.
+struct Shares {
+  vf value, rest;
+};
+INL Shares shares(vf e, vf x) {
+  const vf large = reciprocal(1.0f + e), small = e * large;
+  return {x < 0.0f ? small : large, x < 0.0f ? large : small};
+}
+
 // x sigmoid(t(x)) and its slope; `inner` is t's.
-INL Curve gated_self(vf x, vf s, vf inner) {
-  const vf value = x * s;
-  return {value, s + value * (1.0f - s) * inner};
+INL Curve gated_self(vf x, Shares s, vf inner) {
+  const vf value = x * s.value;
+  return {value, s.value + value * s.rest * inner};
 }
 INL Curve swish_curve(vf x, double beta) {
-  if (beta == 1.0) return gated_self(x, sigmoid(x), splat(1.0f));
-  return gated_self(x, sigmoid(scaled(x, beta)), splat((float)beta));
+  if (beta == 1.0) return gated_self(x, shares(exp_minus_abs(x), x), splat(1.0f));
+  const Exact<vf> t = scaled(x, beta);
+  return gated_self(x, shares(exp_minus_abs(t), t.high), splat((float)beta));
 }
 INL Curve gelu_tanh_curve(vf x) {
-  const vf s = sigmoid(gelu_tanh_argument(x));
-  const vf near = at_most(vabs(x), 32.0f);  // beyond it 1 - s or the value is 0; the square must not overflow
-  return gated_self(x, s, 1.5957691216057308f + 3.0f * 0.07135481627260025f * (near * near));
+  const Exact<vf> t = gelu_tanh_argument(x);
+  const vf near = at_most(vabs(x), 32.0f);  // beyond it the rest or the value is 0; the square must not overflow
+  return gated_self(x, shares(exp_minus_abs(t), t.high),
+                    1.5957691216057308f + 3.0f * 0.07135481627260025f * (near * near));
 }
 INL Curve gelu_erf_curve(vf x) {
   const Normal<vf> n = normal(x);
@@ -29,13 +40,15 @@ INL Curve mish_curve(vf x) {  // x tanh(softplus(x)); softplus' = sigmoid
   const vf t = top / (top + rest);  // 1 - t = rest / (top + rest) does not cancel
   return {x * t, t + x * (rest / (top + rest)) * (1.0f + t) * sigmoid_of(e, x)};
 }
+// A slope that goes to 0 on both sides, written with e cancels nowhere but has four roundings; written with the value
+// it has two where the slope is large: there the value's own error hardly counts.
 INL Curve tanh_curve(vf x) {  // 1 - tanh^2 = 4 e / (1 + e)^2 with e = exp(-2 |x|)
-  const vf e = exp_neg(-2.0f * vabs(x)), r = reciprocal(1.0f + e);
-  return {tanh_(x), 4.0f * e * r * r};
+  const vf e = exp_neg(-2.0f * vabs(x)), r = reciprocal(1.0f + e), value = tanh_(x), square = value * value;
+  return {value, square < 0.5f ? 1.0f - square : 4.0f * e * r * r};
 }
-INL Curve sigmoid_curve(vf x) {
+INL Curve sigmoid_curve(vf x) {  // r is the larger of the value and 1 - value
   const vf e = exp_neg(minus_abs(x)), r = reciprocal(1.0f + e);
-  return {sigmoid_of(e, x), e * r * r};
+  return {sigmoid_of(e, x), r < 0.75f ? r * (1.0f - r) : e * r * r};
 }
 INL Curve xielu_curve(vf x, float alpha_p, float alpha_n, float beta, float eps) {
   const vf grown = expm1_neg(at_most(x, eps));
