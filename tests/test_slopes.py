@@ -79,7 +79,8 @@ def test_coefficients_and_gradients_by_the_rule(isa, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_within_a_rounding_everywhere(isa, name):
-    """Over a fine grid: a slope that holds 1 - s, which cancels, is 1.4 (silu) to 8 (gelu_tanh) roundings off."""
+    """Over a fine grid, sharper than the rule, which compares with PyTorch: most is 0.96 (scalar, AVX2). A slope that
+    holds 1 - s, which cancels, was 1.7 (silu) to 8.1 (gelu_tanh) roundings off."""
     for reach in (1.0, 6.0):
         gate = torch.linspace(-reach, reach, 1 << 16)[None]
         spec, ones = spec_of(name, d_ff=gate.shape[1]), torch.ones_like(gate)
