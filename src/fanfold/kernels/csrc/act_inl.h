@@ -52,7 +52,7 @@ INL vf product_error(vf a, vf b, vf product) {
 // A product rounded once and for all: the compiler may not fuse it into one sum and leave it rounded in another. Nor
 // choose which of two products it fuses into their sum: a channel's bits may not depend on whether it comes in a vf.
 INL vf rounded(vf product) {
-  asm("" : "+v"(product));
+  asm("" : "+" HELD(product));
   return product;
 }
 #endif

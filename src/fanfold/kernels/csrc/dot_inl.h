@@ -35,11 +35,7 @@ INL vi dot4(vi sum, vi codes, vi x) {
 typedef int16_t vs __attribute__((vector_size(4 * W)));
 // A sum as it is now: GCC would make a tree of a chain of integer additions, and has no registers for its leaves.
 INL vi settled(vi sum) {
-#if FANFOLD_W == 16
-  asm("" : "+v"(sum));
-#else
-  asm("" : "+x"(sum));
-#endif
+  asm("" : "+" HELD(sum));
   return sum;
 }
 INL vi add_pairs(vi sum, vi codes, vi x) { return settled(sum + multiply_pairs(codes, x)); }

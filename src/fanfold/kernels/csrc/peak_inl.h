@@ -12,7 +12,7 @@ static double burn(Arithmetic kind, ptrdiff_t rounds) {
 #pragma GCC unroll 12
       for (int i = 0; i < kChains; ++i) {
         v[i] = v[i] * 0.5f + 0.25f;
-        asm volatile("" : "+x"(v[i]));
+        asm volatile("" : "+" HELD(v[i]));
       }
     }
     return 2.0 * kChains * W * (double)rounds;
@@ -43,7 +43,7 @@ static double burn(Arithmetic kind, ptrdiff_t rounds) {
 #pragma GCC unroll 12
       for (int i = 0; i < kChains; ++i) {
         v[i] = _mm512_dpbf16_ps(v[i], one, one);
-        asm volatile("" : "+x"(v[i]));
+        asm volatile("" : "+" HELD(v[i]));
       }
     }
     return 4.0 * kChains * W * (double)rounds;
@@ -57,7 +57,7 @@ static double burn(Arithmetic kind, ptrdiff_t rounds) {
 #pragma GCC unroll 12
       for (int i = 0; i < kChains; ++i) {
         v[i] = dot4(v[i], one, one);
-        asm volatile("" : "+x"(v[i]));
+        asm volatile("" : "+" HELD(v[i]));
       }
     }
     return 8.0 * kChains * W * (double)rounds;
@@ -73,7 +73,7 @@ static double burn(Arithmetic kind, ptrdiff_t rounds) {
         v[i] = add_small(v[i], one, one);
       }
     }
-    for (int i = 0; i < kChains; ++i) asm volatile("" ::"x"(v[i]));
+    for (int i = 0; i < kChains; ++i) asm volatile("" ::HELD(v[i]));
     return 8.0 * kChains * W * (double)rounds;
   }
 #endif

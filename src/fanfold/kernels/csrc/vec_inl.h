@@ -5,6 +5,15 @@
 #define INL static inline __attribute__((always_inline))
 #define INLINED __attribute__((always_inline))  // of a lambda
 
+// What an asm statement says of a vector that is to be computed just as it stands: where the value is.
+#if defined(FANFOLD_EMULATED)
+#define HELD "m"  // no register is wide enough
+#elif FANFOLD_W == 16
+#define HELD "v"
+#else
+#define HELD "x"
+#endif
+
 constexpr int W = FANFOLD_W;
 
 typedef float vf __attribute__((vector_size(4 * W)));
