@@ -107,8 +107,9 @@ __attribute__((noinline)) static V scalef_ps(V a, V n) {
   memcpy(f, &a, sizeof f);
   memcpy(g, &n, sizeof g);
   for (int i = 0; i < 16; ++i) {
-    const float power = std::fmin(std::fmax(std::floor(g[i]), -2000.0f), 2000.0f);
-    f[i] = std::isnan(g[i]) ? g[i] + f[i] : (float)std::ldexp((double)f[i], (int)power);
+    const double whole = std::floor((double)g[i]);  // of an infinite one the power is infinite or 0
+    const double power = std::isinf(whole) ? whole : std::fmin(std::fmax(whole, -1000.0), 1000.0);
+    f[i] = (float)(f[i] * std::exp2(std::isnan(whole) ? whole : power));
   }
   memcpy(&a, f, sizeof f);
   return a;
