@@ -232,6 +232,28 @@ def repeat(ready: dict[Any, Any], x: Tensor, tensors: tuple[Tensor | None, ...],
     return _cpu.repeat(ready, x, tensors, description) if _cpu else None
 
 
+def remember(
+    description: str,
+    x: Tensor,
+    kernels: list[Any],
+    outputs: list[int],
+    together: bool,
+    matrices: int,
+    parts: list[tuple[int, int]],
+) -> None:
+    """Have `graph_op`'s operator make further calls like this one in C.
+
+    kernels   one, or of products of x, each with its outputs; together: whether one pass may compute them.
+    matrices  how many of parts (address, elements) are matrices and not biases.
+    """
+    _cpu.remember_graph_op(description, _DTYPES[x.dtype], x.shape[-1], kernels, outputs, together, matrices, parts)
+
+
+def compiled_calls() -> int:
+    """How many calls of that operator C has made."""
+    return _cpu.graph_op_calls() if _cpu else 0
+
+
 def fit_together(a: Any, b: Any) -> bool:
     """Whether two prepared products of one x can be computed in one pass."""
     return isinstance(a, _cpu.BoundPacked) and isinstance(b, _cpu.BoundPacked) and _cpu.fit_together(a, b)

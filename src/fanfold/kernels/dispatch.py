@@ -20,6 +20,7 @@ from . import torch as torch_ops
 BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "torch": torch_ops}
 
 _last: str | None = None
+_compiled_calls = 0  # those that C had made of its own accord when `_last` was taken down
 
 
 class BackendError(ValueError):
@@ -139,13 +140,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def record(name: str) -> None:
     """Say that a call ran on backend `name`."""
-    global _last
+    global _last, _compiled_calls
     _last = name
+    if name != "cpu":
+        _compiled_calls = cpu.compiled_calls()
 
 
 def last_backend() -> str | None:
     """The backend that the newest call in this process ran on (None before the first)."""
-    return _last
+    return _last if cpu.compiled_calls() == _compiled_calls else "cpu"
 
 
 def explain(x: Any, weights: Weights, backend: str = "auto") -> list[Candidate]:

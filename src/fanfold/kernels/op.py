@@ -10,6 +10,7 @@ from torch import Tensor
 from ..spec import Spec
 from ..weights import Weights
 from . import dispatch, op_text, packed, packed_op, train
+from . import graph_op as graph_op  # registers its operator
 from . import torch as torch_ops
 
 _NAMES = ("up", "down", "gate", "up_bias", "gate_bias", "down_bias")

@@ -115,18 +115,25 @@ def linear(x: Tensor, data: Tensor, bias: Tensor | None, description: str) -> Te
         dispatch.record("cpu")
         return again
     kind = _kind(description)
-    at = data.data_ptr()
-    n, k = kind[1]
-    if at % packed.ALIGN or x.dtype not in cpu._DTYPES or x.shape[-1] != k or not _plain_bias(bias):
+    kernel = bind_linear(x, data, bias, description)
+    if kernel is None:
         return packed.linear(x, _matrix(data, kind), bias)
     dispatch.record("cpu")
+    n, k = kind[1]
     rows, stride, tokens = cpu._rows(x, k)
     y = x.new_empty((*x.shape[:-1], n))
-    place, n_bias = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
-    kernel = _bound_linear(cpu.isa(), x.dtype, at, data.numel(), place, n_bias, kind)
     kernel.run(torch.get_num_threads(), rows.data_ptr(), stride, y.data_ptr(), n, tokens)
     _keep(kernel, x, n, (data, bias), description)
     return y
+
+
+def bind_linear(x: Tensor, data: Tensor, bias: Tensor | None, description: str) -> Any | None:
+    """The kernel of `linear` for x and these tensors; None where they need `packed.linear` to look at them."""
+    at, kind = data.data_ptr(), _kind(description)
+    if at % packed.ALIGN or x.dtype not in cpu._DTYPES or x.shape[-1] != kind[1][1] or not _plain_bias(bias):
+        return None
+    place, n_bias = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
+    return _bound_linear(cpu.isa(), x.dtype, at, data.numel(), place, n_bias, kind)
 
 
 def seen(table: Tensor) -> str:
@@ -178,20 +185,26 @@ def ffn(
     if again is not None:
         dispatch.record("cpu")
         return again
-    places = tuple(cpu._pointer(t) for t in tensors)
-    spec, _ = _ffn_kind(description)
-    plain = x.dtype in cpu._DTYPES and x.shape[-1] == spec.d_model and all(map(_plain_bias, tensors[3:]))
-    if any(p % packed.ALIGN for p in places[:3]) or not plain:
+    kernel = bind_ffn(x, tensors, description)
+    if kernel is None:
         return packed.forward(x, _weights(gate, up, down, gate_bias, up_bias, down_bias, description))
     dispatch.record("cpu")
     d = x.shape[-1]
     rows, stride, tokens = cpu._rows(x, d)
     y = x.new_empty(x.shape)
-    sizes = tuple(0 if t is None else t.numel() for t in tensors)
-    kernel = _bound_ffn(cpu.isa(), x.dtype, places, sizes, description)
     kernel.run(torch.get_num_threads(), rows.data_ptr(), stride, y.data_ptr(), d, tokens)
     _keep(kernel, x, d, tensors, description)
     return y
+
+
+def bind_ffn(x: Tensor, tensors: tuple[Tensor | None, ...], description: str) -> Any | None:
+    """The kernel of `ffn` for x and its six tensors; None where they need `packed.forward` to look at them."""
+    places = tuple(cpu._pointer(t) for t in tensors)
+    plain = x.dtype in cpu._DTYPES and x.shape[-1] == _ffn_kind(description)[0].d_model
+    if any(p % packed.ALIGN for p in places[:3]) or not plain or not all(map(_plain_bias, tensors[3:])):
+        return None
+    sizes = tuple(0 if t is None else t.numel() for t in tensors)
+    return _bound_ffn(cpu.isa(), x.dtype, places, sizes, description)
 
 
 def _weights(
@@ -236,8 +249,15 @@ _library.impl("packed_ffn", ffn, "CPU")
 _library.impl("packed_weight", weight, "CPU")
 
 
+def _offer() -> None:
+    from . import graph_op  # which imports this module
+
+    graph_op.offer()
+
+
 @torch.library.register_fake("fanfold::packed_linear")
 def _(x, data, bias, description):
+    _offer()
     (n, _), *_ = _kind(description)[1:]
     return x.new_empty((*x.shape[:-1], n))
 
@@ -249,6 +269,7 @@ def _(x, data, table, column, bias, known, description):
 
 @torch.library.register_fake("fanfold::packed_ffn")
 def _(x, gate, up, down, gate_bias, up_bias, down_bias, description):
+    _offer()
     return x.new_empty(x.shape)
 
 

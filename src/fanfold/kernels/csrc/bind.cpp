@@ -19,6 +19,7 @@
 #include "bound.h"
 #include "core.h"
 #include "fit.h"
+#include "graph_op.h"
 #include "packed.h"
 #include "quick.h"
 
@@ -268,6 +269,11 @@ NB_MODULE(_cpu, m) {
   m.attr("MOST_BESIDE") = fanfold::PackedCall::kMostBeside;
   m.def("attempt", &attempt);
   m.def("repeat", &repeat);
+  m.def("graph_op_needs", &graph_op_needs);
+  m.def("register_graph_op", &register_graph_op);
+  m.def("remember_graph_op", &remember_graph_op);
+  m.def("forget_graph_op", &forget_graph_op);
+  m.def("graph_op_calls", &graph_op_calls);
   m.def("activation", &activation);
   m.def("middle", &middle);
   m.def("fit", &fit);
