@@ -130,7 +130,7 @@ def test_pytorchs_own_checks_and_python() -> None:
 
 
 CHANGES = ["data", "in place", "bias", "bias in place", "x", "x strided", "x of another dtype", "isa", "width"]
-WRONG = ["more", "fewer", "floats"]
+WRONG = ["more", "fewer", "shorter", "floats"]
 
 
 @in_c
@@ -166,14 +166,31 @@ def test_a_call_again_sees_what_has_changed(change, monkeypatch) -> None:
         return
     if change in WRONG:
         parts = linears.parts()
-        parts = {"more": [*parts, parts[-1]], "fewer": parts[:1], "floats": [*parts[:3], parts[3].view(torch.int32)]}
+        first, second, *biases = parts
+        given = {
+            "more": [*parts, biases[1]],
+            "fewer": [first],
+            "shorter": [first, second[:64], *biases],
+            "floats": [first, second, biases[0], biases[1].view(torch.int32)],
+        }
         with pytest.raises(RuntimeError):
-            torch.ops.fanfold.packed_run(x, parts[change], linears.description)
+            torch.ops.fanfold.packed_run(x, given[change], linears.description)
         return
     y = linears(x)
     assert torch.equal(y, linears.expected(x))
     if x.shape == before.shape:
         assert not torch.equal(y, before)
+
+
+@in_c
+def test_one_input_and_negative_views() -> None:
+    linears = Linears([8, 3], 1, ["int8", "int8"], [True, False])
+    for tokens in (1, 4):
+        x = randn(tokens, 1, seed=tokens)
+        z = torch.complex(x, x + 2).conj().imag
+        assert z.is_neg()
+        for given, plain in ((x, x), (x, x), (z, -(x + 2))):
+            assert torch.equal(linears(given), linears.expected(plain))
 
 
 @in_c

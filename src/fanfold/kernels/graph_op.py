@@ -70,7 +70,7 @@ def run(x: Tensor, parts: list[Tensor], description: str) -> Tensor:
 def _remember(
     x: Tensor, parts: list[Tensor], description: str, n_matrices: int, kernels: list[Any], ys: list[Tensor]
 ) -> None:
-    if "FANFOLD_ISA" in os.environ or not x.is_contiguous() or x.shape[-1] < 2 or any(k is None for k in kernels):
+    if "FANFOLD_ISA" in os.environ or not x.is_contiguous() or any(k is None for k in kernels):
         return
     together = len(kernels) <= 1 + cpu.MOST_BESIDE and all(cpu.fit_together(kernels[0], k) for k in kernels[1:])
     places = [(t.data_ptr(), t.numel()) for t in parts]

@@ -163,7 +163,7 @@ Tensor repeated(const Tensor& x, const std::vector<Tensor>& parts, const char* t
     if (!as_known(parts[i], k->parts[i], dtype)) return {};
   }
   const int64_t* const shape = ask(torch.aoti_torch_get_sizes, x.get());
-  // A negative view (of a conjugate) is never contiguous, as its stride is 2: no width of 1 is ever remembered.
+  // A negative view (of a conjugate) does not come here: PyTorch gives an operator without a kernel for it a copy.
   if (shape[dim - 1] != k->inputs || !ask(torch.aoti_torch_is_contiguous, x.get())) return {};
   const int64_t tokens = ask(torch.aoti_torch_get_numel, x.get()) / k->inputs;
 
