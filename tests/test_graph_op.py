@@ -6,8 +6,12 @@ from __future__ import annotations
 import gc
 import re
 import shutil
+import subprocess
+import sys
 import threading
+import types
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -341,6 +345,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 @compiles
+@in_c
 @pytest.mark.parametrize(
     ("make", "calls", "dtype"),
     [
@@ -365,6 +370,21 @@ def test_compiled_modules(make, calls, dtype) -> None:
         # where the model rounds to bfloat16, Inductor keeps float32 between the operations that it fuses
         tolerance = 1e-5 if dtype is F32 else 0.05
         torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+
+
+@compiles
+@in_c
+def test_a_number_of_tokens_that_the_compiler_does_not_know() -> None:
+    torch.manual_seed(5)
+    model = Model(Block(bias=True)).eval()
+    ff.swap(model, format="int8", linears="all", activations="int8", inputs=randn(2, 5, 32, seed=9))
+    torch._dynamo.reset()
+    again = torch.compile(model, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for tokens in (3, 1, 17, 40):
+            x = randn(2, tokens, 32, seed=tokens)
+            torch.testing.assert_close(again(x), model(x), rtol=1e-5, atol=1e-5)
+        assert made_in_c(again, x) == 4
 
 
 def graph_of(*nodes) -> torch.fx.Graph:
@@ -413,10 +433,29 @@ def test_what_is_merged(nodes, merged) -> None:
 
 
 def test_without_inductors_list_all_stays_as_it_is(monkeypatch) -> None:
-    import sys
-    import types
-
     monkeypatch.setitem(sys.modules, graph_op._POST_GRAD, types.ModuleType("moved"))
     graph_op.offer()
     monkeypatch.delitem(sys.modules, graph_op._POST_GRAD)
     graph_op.offer()
+
+
+WITHOUT_C = """
+from fanfold.kernels import cpu
+cpu._cpu.graph_op_needs = lambda: ["of_a_later_pytorch"]
+import sys
+sys.path.insert(0, {tests!r})
+from test_graph_op import Linears, graph_op, randn, torch
+assert not graph_op.IN_C
+linears, x = Linears([8, 24], 16, ["int8", "int4"], [True, False]), randn(3, 16, seed=2)
+for _ in range(3):
+    assert torch.equal(linears(x), linears.expected(x))
+assert cpu.compiled_calls() == 0
+from torch._inductor.fx_passes import post_grad
+graph_op.offer()
+assert graph_op._PASS not in post_grad.pass_patterns
+"""
+
+
+def test_a_pytorch_without_the_c_interface() -> None:
+    code = WITHOUT_C.format(tests=str(Path(__file__).parent))
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -70,7 +70,7 @@ def run(x: Tensor, parts: list[Tensor], description: str) -> Tensor:
 def _remember(
     x: Tensor, parts: list[Tensor], description: str, n_matrices: int, kernels: list[Any], ys: list[Tensor]
 ) -> None:
-    if "FANFOLD_ISA" in os.environ or not x.is_contiguous() or any(k is None for k in kernels):
+    if not IN_C or "FANFOLD_ISA" in os.environ or not x.is_contiguous() or any(k is None for k in kernels):
         return
     together = len(kernels) <= 1 + cpu.MOST_BESIDE and all(cpu.fit_together(kernels[0], k) for k in kernels[1:])
     places = [(t.data_ptr(), t.numel()) for t in parts]
@@ -115,9 +115,9 @@ IN_C = _implement()
 
 
 def offer() -> None:
-    """Put the pass among Inductor's, if that is at work and does not have it yet."""
+    """Put the pass among Inductor's, if that is at work and does not have it yet; in Python it would gain nothing."""
     passes = getattr(sys.modules.get(_POST_GRAD), "pass_patterns", None)
-    if isinstance(passes, list) and _PASS not in passes:
+    if IN_C and isinstance(passes, list) and _PASS not in passes:
         passes.append(_PASS)
 
 
@@ -180,7 +180,6 @@ def _replace_products(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> list
 
 def _call(graph: torch.fx.Graph, kind: str, nodes: list[torch.fx.Node]) -> torch.fx.Node:
     """`packed_run` for one `packed_ffn`, or for `packed_linear`s of one x."""
-
     text = ";".join(str(node.args[-1]) for node in nodes)
 
     def merged(all_args: list[tuple[Any, ...]]) -> tuple[Any, ...]:
