@@ -141,6 +141,7 @@ class _Pass:
 
 
 _PASS = _Pass()
+packed_op.when_traced.append(offer)
 
 
 def _replace_ffn(graph: torch.fx.Graph, node: torch.fx.Node) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -249,15 +250,17 @@ _library.impl("packed_ffn", ffn, "CPU")
 _library.impl("packed_weight", weight, "CPU")
 
 
-def _offer() -> None:
-    from . import graph_op  # which imports this module
+when_traced: list[Callable[[], None]] = []  # called when torch.compile meets a product or an FFN
 
-    graph_op.offer()
+
+def _traced() -> None:
+    for call in when_traced:
+        call()
 
 
 @torch.library.register_fake("fanfold::packed_linear")
 def _(x, data, bias, description):
-    _offer()
+    _traced()
     (n, _), *_ = _kind(description)[1:]
     return x.new_empty((*x.shape[:-1], n))
 
@@ -269,7 +272,7 @@ def _(x, data, table, column, bias, known, description):
 
 @torch.library.register_fake("fanfold::packed_ffn")
 def _(x, gate, up, down, gate_bias, up_bias, down_bias, description):
-    _offer()
+    _traced()
     return x.new_empty(x.shape)
 
 
