@@ -267,7 +267,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.q(x), self.k(x), self.v(x)
-        q = torch.relu(q) * (k.mean(-1, keepdim=True) + v.sum(-1, keepdim=True))
+        q = torch.relu(q) * (k[..., 2:3] + v[..., 5:6])  # operations whose results do not depend on how they are fused
         return self.o(q) + x
 
 
@@ -292,7 +292,7 @@ class Written(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x * 2
         first = self.a(x)
-        x.add_(first.sum(-1, keepdim=True))
+        x.add_(first[..., 3:4])
         return first - self.b(x)
 
 
@@ -313,7 +313,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.attention(x)
-        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return x + self.down(torch.relu(self.gate(x)) * self.up(x))
 
 
 class Model(nn.Module):
@@ -334,7 +334,8 @@ def compiled(model: nn.Module, x: Tensor) -> tuple[Tensor, str]:
 
     torch._dynamo.reset()
     with fresh_inductor_cache():
-        again = torch.compile(model, fullgraph=True)
+        # rounded to bfloat16 wherever the model does
+        again = torch.compile(model, fullgraph=True, options={"emulate_precision_casts": True})
         y, code = run_and_get_code(again, x)
         assert torch.equal(again(x), y)
         assert not torch.equal(again(x * 2), y)
@@ -366,9 +367,7 @@ def test_compiled_modules(make, calls, dtype, tokens) -> None:
         expected = model(x)
         y, code = compiled(model, x)
     assert re.findall(r"ops\.fanfold\.(\w+)\.default\(", code) == ["packed_run"] * calls
-    # where the model rounds to bfloat16, Inductor keeps float32 between the operations that it fuses
-    tolerance = 1e-5 if dtype is F32 else 0.05
-    torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(y, expected)
 
 
 @compiles
@@ -382,7 +381,7 @@ def test_a_number_of_tokens_that_the_compiler_does_not_know() -> None:
     with torch.no_grad():
         for tokens in (3, 1, 17, 40):
             x = randn(2, tokens, 32, seed=tokens)
-            torch.testing.assert_close(again(x), model(x), rtol=1e-5, atol=1e-5)
+            assert torch.equal(again(x), model(x))
         assert made_in_c(again, x) == 4
 
 

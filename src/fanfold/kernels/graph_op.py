@@ -1,10 +1,10 @@
 """What Inductor compiles our operators to: `fanfold::packed_run`, in C, and products of one x in one call.
 
-In a decoding model a call of an operator that is written in Python takes some 20 us beside its work; attention's k and
-v take 5 us each (SmolLM2 in int8, 2026-12). So a pass over Inductor's graph puts in the place of `packed_linear` and
-`packed_ffn` an operator whose implementation is C, as far as PyTorch offers its stable C interface (2.10 and later),
-and merges attention's q, k and v. There nodes that have one x for argument have one value of x: nothing in that graph
-is written to in place.
+In a decoding model a call of an operator that is written in Python takes 28 us beside its work, longer than many of
+them work (SmolLM2 in int8, docs/measured.md); in C 12. So a pass over Inductor's graph puts in the place of
+`packed_linear` and `packed_ffn` an operator whose implementation is C, as far as PyTorch offers its stable C interface
+(2.10 and later), and merges attention's q, k and v. There nodes that have one x for argument have one value of x:
+nothing in that graph is written to in place.
 
 Inductor has no public list of passes that an operator's author may add to. Ours stands beside its own when it first
 meets one of our operators; should that list be gone, the operators stay what they are.

@@ -6,6 +6,8 @@
 #include "core.h"
 #include "packed.h"
 
+constexpr ptrdiff_t kTogetherTokens = 16;  // products of one x of more tokens are worth a pass each
+
 template <class T = const void>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);

@@ -1,5 +1,5 @@
-// A call of an operator that is written in Python costs some 20 us in a decoding model, beside a product that takes as
-// long: its arguments become Python objects, each of which is fetched from memory. In C it is a few of these.
+// A call of an operator that is written in Python costs 28 us beside its product in a decoding model, often longer than
+// that: its arguments become Python objects, each of which is fetched from memory. In C it is 12 (docs/measured.md).
 //
 // PyTorch's stable C interface (torch/csrc/stable, from 2.10 on) has no header here: it is found when the operator is
 // registered, so that one build serves every version. What of it is used: an argument is 64 bits that the callee owns;
@@ -124,7 +124,6 @@ struct Known {
 };
 
 constexpr int kMostBeside = fanfold::PackedCall::kMostBeside;
-constexpr ptrdiff_t kTogetherTokens = 16;  // a product of more tokens is worth a pass of its own
 constexpr size_t kMostKnown = 4096;
 
 std::mutex mutex;                                                        // of `known`
@@ -254,7 +253,7 @@ void register_graph_op(const std::map<std::string, uintptr_t>& functions, const 
     function = reinterpret_cast<std::decay_t<decltype(function)>>(functions.at(name));
   });
   otherwise = nb::object(python).release().ptr();  // never freed, as the operator never goes
-  Handle library = nullptr;
+  Handle library = nullptr;                        // nor is this
   done(torch.aoti_torch_library_init_impl("fanfold", "CPU", __FILE__, __LINE__, &library));
   done(torch.torch_library_impl(library, "packed_run", &packed_run, kInterface));
 }

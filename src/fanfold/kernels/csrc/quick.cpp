@@ -48,7 +48,6 @@ enum Ready {
 };
 
 constexpr Py_ssize_t kLetterParts = 6;
-constexpr ptrdiff_t kTogetherTokens = 16;  // a product of more tokens is worth a call of its own
 
 struct Names {
   static PyObject* intern(const char* text) {
