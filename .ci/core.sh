@@ -1,6 +1,9 @@
 # Other builds of the C++ core, never the installed one. Sourced by sanitize and emulate from the repository's root.
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
 
+# The instruction sets that the package runs here.
+isas() { "$PYTHON" -c 'from fanfold.kernels import cpu; print(*cpu.isas())'; }
+
 # Sets `build` to the folder of $1, or to a temporary one, which goes when the script ends.
 choose_build() {
   build=$1

@@ -1,7 +1,7 @@
 // Choice of the instruction set, and one call.
 #include "core.h"
 
-#if defined(FANFOLD_X86) && defined(__linux__)
+#if defined(FANFOLD_AVX512) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -16,15 +16,26 @@ extern const Kernels kKernelsScalar;
 extern const PackedKernels kPackedScalar;
 extern const FitKernels kFitScalar;
 #ifdef FANFOLD_X86
-extern const Kernels kKernelsAvx2, kKernelsAvx512;
-extern const PackedKernels kPackedAvx2, kPackedAvxVnni, kPackedAvx512, kPackedAvx512Vnni, kPackedAvx512Bf16, kPackedAmx;
-extern const FitKernels kFitAvx2, kFitAvx512;
+extern const Kernels kKernelsAvx2;
+extern const PackedKernels kPackedAvx2, kPackedAvxVnni;
+extern const FitKernels kFitAvx2;
+#endif
+#ifdef FANFOLD_AVX512
+extern const Kernels kKernelsAvx512;
+extern const PackedKernels kPackedAvx512, kPackedAvx512Vnni, kPackedAvx512Bf16, kPackedAmx;
+extern const FitKernels kFitAvx512;
 #endif
 
 namespace {
 
 bool always() { return true; }
 #ifdef FANFOLD_X86
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool has_avx_vnni() { return has_avx2() && __builtin_cpu_supports("avxvnni"); }
+#endif
+#ifdef FANFOLD_AVX512
 // The system keeps tile registers across context switches only for processes that have asked for them.
 bool tiles_granted() {
 #ifdef __linux__
@@ -34,10 +45,6 @@ bool tiles_granted() {
   return false;
 #endif
 }
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
-bool has_avx_vnni() { return has_avx2() && __builtin_cpu_supports("avxvnni"); }
 #ifdef FANFOLD_EMULATED  // for tests, see CMakeLists.txt
 bool has_avx512() { return has_avx2(); }
 bool has_avx512_vnni() { return has_avx512(); }
@@ -73,6 +80,8 @@ const Entry kIsas[] = {
 #ifdef FANFOLD_X86
     {{"avx2", &kKernelsAvx2, &kPackedAvx2, &kFitAvx2}, has_avx2},
     {{"avxvnni", &kKernelsAvx2, &kPackedAvxVnni, &kFitAvx2}, has_avx_vnni},
+#endif
+#ifdef FANFOLD_AVX512
     {{"avx512", &kKernelsAvx512, &kPackedAvx512, &kFitAvx512}, has_avx512},
     {{"avx512bf16", &kKernelsAvx512, &kPackedAvx512Bf16, &kFitAvx512}, has_slow_avx512_bf16},
     {{"avx512vnni", &kKernelsAvx512, &kPackedAvx512Vnni, &kFitAvx512}, has_avx512_vnni},
