@@ -197,7 +197,8 @@ class PackedFeedForward(nn.Module):
 
     def _traced(self, x: Tensor) -> Tensor:
         b = self._buffers
-        if not (torch.is_grad_enabled() and x.requires_grad) and dispatch.resolve(self.backend) != "torch":
+        opaque = not (torch.is_grad_enabled() and x.requires_grad) and not torch_ops.forward_mode()
+        if opaque and dispatch.resolve(self.backend) != "torch":
             data = (b.get("gate_packed"), b["up_packed"], b["down_packed"])
             biases = (b.get("gate_bias"), b.get("up_bias"), b.get("down_bias"))
             return torch.ops.fanfold.packed_ffn(x, *data, *biases, self._description)

@@ -98,7 +98,10 @@ def ffn(x: Tensor, weights: Weights, backend: str = "auto") -> Tensor:
             f"{weights.up.dtype}"
         )
     # As an operator the call can be seen by tracing and transforms, and has a derivative.
-    if torch.compiler.is_compiling() or (named == "cpu" and (grads or torch_ops.transform_active())):
+    compiling = torch.compiler.is_compiling()
+    if compiling and torch_ops.forward_mode():
+        return torch_ops.forward(x, weights)
+    if compiling or (named == "cpu" and (grads or torch_ops.transform_active())):
         tensors = [getattr(weights, name) for name in _NAMES]
         return torch.ops.fanfold.ffn(x, *tensors, op_text.from_json(weights.spec.to_json()), named)
     return dispatch.run(x, weights, backend)
@@ -110,6 +113,6 @@ def _packed(x: Tensor, weights: Weights, named: str, grads: bool) -> Tensor:
             "backend 'cpu' cannot run this call: packed weights are for inference, and a gradient is needed (use "
             "torch.no_grad(), or backend 'torch')"
         )
-    if torch.compiler.is_compiling() and named != "torch" and not grads:
+    if torch.compiler.is_compiling() and named != "torch" and not grads and not torch_ops.forward_mode():
         return packed_op.call_ffn(x, weights, packed_op.describe_ffn(weights))
     return dispatch.run(x, weights, named)

@@ -85,7 +85,8 @@ class PackedMatrix:
         """The codes, scales and minima, exactly as they were packed. Raises ValueError for a float format."""
         if self.format in _FLOATS:
             raise ValueError(f"format {self.format} has no codes: dequantize() gives the weights")
-        return _unpack_codes(self)
+        with torch._C._DisableFuncTorch():  # inside of a transform a view of plain bytes has no memory
+            return _unpack_codes(self)
 
     def dequantize(self) -> Tensor:
         """The weights [n_out, n_in]: float formats in their own dtype, bit by bit; integer formats in float32."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,8 @@ _library.define(
 )
 _library.define("packed_weight(Tensor data, str description, ScalarType dtype) -> Tensor")
 
+_library.define("packed_refusal(Tensor x, int outputs, str reason) -> Tensor")
+
 _Kind = tuple[str, tuple[int, int], str]  # format, shape, activations
 
 # {(description, address of the first matrix): (kernel, dtype of x, inputs, outputs, addresses and sizes of the tensors,
@@ -52,6 +55,23 @@ def _keep(kernel: Any, x: Tensor, outputs: int, tensors: tuple[Tensor | None, ..
     _ready[description, first.data_ptr()] = (
         kernel, x.dtype, x.shape[-1], outputs, places, types, torch.get_num_threads, torch.empty_like
     )  # fmt: skip
+
+
+def watch(matrix: Tensor, place: int, word: int) -> None:
+    """Have the operators refuse these bytes once the 8 bytes at `place`, which stay readable for good, are no longer
+    `word`: they are the number of what stands in for the matrix in its module."""
+    if cpu._cpu and matrix.numel():
+        cpu._cpu.watch_matrix(matrix.data_ptr(), place, word)
+        weakref.finalize(matrix, cpu._cpu.unwatch_matrix, matrix.data_ptr(), place).atexit = False
+
+
+def _refuse_written(*matrices: Tensor | None) -> None:
+    for matrix in matrices:
+        if cpu._cpu and matrix is not None and cpu._cpu.is_written(matrix.data_ptr()):
+            raise RuntimeError(
+                "somebody has written to a weight that is packed, which compiled code cannot take over: call "
+                "fanfold.unswap(model), write to it, and swap again"
+            )
 
 
 def describe(matrix: PackedMatrix) -> str:
@@ -110,7 +130,9 @@ def _bound_linear(isa: str, dtype: torch.dtype, data: int, n_bytes: int, bias: i
 
 
 def linear(x: Tensor, data: Tensor, bias: Tensor | None, description: str) -> Tensor:
-    """`packed.linear` on the bytes `data`.  x  [..., K]  ->  [..., N]. Raises ValueError where that does."""
+    """`packed.linear` on the bytes `data`.  x  [..., K]  ->  [..., N]. Raises ValueError where that does, RuntimeError
+    if somebody has written to what stands in for it (`watch`)."""
+    _refuse_written(data)
     again = cpu.repeat(_ready, x, (data, bias), description)
     if again is not None:
         dispatch.record("cpu")
@@ -180,7 +202,9 @@ def ffn(
     down_bias: Tensor | None,
     description: str,
 ) -> Tensor:
-    """`packed.forward` on bytes.  x  [..., d_model]  ->  [..., d_model]. Raises ValueError where that does."""
+    """`packed.forward` on bytes.  x  [..., d_model]  ->  [..., d_model]. Raises ValueError where that does, and as
+    `linear` does."""
+    _refuse_written(gate, up, down)
     tensors = (gate, up, down, gate_bias, up_bias, down_bias)
     again = cpu.repeat(_ready, x, tensors, description)
     if again is not None:
@@ -230,7 +254,8 @@ def _weights(
 
 
 def weight(data: Tensor, description: str, dtype: torch.dtype) -> Tensor:
-    """The dequantized weights [N, K] as `dtype`."""
+    """The dequantized weights [N, K] as `dtype`. Raises RuntimeError as `linear` does."""
+    _refuse_written(data)
     made = _matrix(data, _kind(description)).dequantize()
     return made.clone() if made.dtype is dtype and made.data_ptr() == data.data_ptr() else made.to(dtype)
 
@@ -244,6 +269,13 @@ def call_ffn(x: Tensor, weights: Weights, description: str) -> Tensor:
     )  # fmt: skip
 
 
+def refuse(x: Tensor, outputs: int, reason: str) -> Tensor:
+    """Raises RuntimeError: what stands in compiled code for an error that code alone would raise, as an exception while
+    torch.compile is tracing would make it trace something else."""
+    raise RuntimeError(reason)
+
+
+_library.impl("packed_refusal", refuse, "CPU")
 _library.impl("packed_linear", linear, "CPU")
 _library.impl("packed_tied_linear", tied_linear, "CPU")
 _library.impl("packed_ffn", ffn, "CPU")
@@ -274,6 +306,11 @@ def _(x, data, table, column, bias, known, description):
 def _(x, gate, up, down, gate_bias, up_bias, down_bias, description):
     _traced()
     return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("fanfold::packed_refusal")
+def _(x, outputs, reason):
+    return x.new_empty((*x.shape[:-1], outputs))
 
 
 @torch.library.register_fake("fanfold::packed_weight")

@@ -50,6 +50,8 @@ def pristine(module: nn.Module) -> bool:
         return False
     if module._parameters.get("weight") is None:  # pruning and weight norm compute it
         return False
+    if module._parameters.get("bias") is None and getattr(module, "bias", None) is not None:
+        return False
     if any(p is not None and type(p) is not nn.Parameter for p in module._parameters.values()):
         return False
     return type(module) is nn.Linear or is_linear(module)

@@ -12,9 +12,10 @@ from ..kernels import torch as torch_ops
 from ..layout import SEPARATE, Layout
 from ..weights import Weights
 from .packed_module import real_weights, stub_used
-from .packed_state import EXCHANGED, no_gradient, watch_bias
+from .packed_state import EXCHANGED, watch_bias
 from .quick import Quick, preparable
 from .states import GRADIENTS, FFNState
+from .stubs import place
 
 
 class PackedFFNState(FFNState):
@@ -81,9 +82,9 @@ class PackedFFNState(FFNState):
             return weights
         named = dispatch.resolve(self.backend)
         if torch.is_grad_enabled():
-            stuck = next((p for p in self.linears.values() if p._fanfold.stub.requires_grad), None)
-            if stuck is not None:
-                raise RuntimeError(f"{stuck._fanfold.path}: {no_gradient(self.format)}")
+            refused = self._gradient_refused()
+            if refused is not None:
+                raise RuntimeError(refused)
             if dispatch.needs_grad(x, weights):
                 return GRADIENTS
         if named == "torch":
@@ -99,8 +100,15 @@ class PackedFFNState(FFNState):
         self.prepare(module, x, weights)
         return y
 
+    def _gradient_refused(self) -> str | None:
+        reasons = [linear._fanfold.gradient_refused() for linear in self.linears.values()]
+        return next((reason for reason in reasons if reason is not None), None)
+
     def traced(self, module: Any, x: Tensor) -> Tensor | str:
         """`compute` while torch.compile is tracing. Whether the stubs are in place is for `objection` to see."""
+        refused = self._gradient_refused()
+        if refused is not None:
+            return torch.ops.fanfold.packed_refusal(x, self.spec.d_model, refused)
         if torch.is_grad_enabled() and (
             x.requires_grad or any(p._fanfold.requires_grad_now(p) for p in self.linears.values())
         ):
@@ -136,6 +144,7 @@ class PackedFFNState(FFNState):
         kernel = packed.prepare(x, weights)
         watched = self.snapshot.watched(self.dropout)
         questions: list[Any] = []
+        places = [place(linear._fanfold.stub) for linear in self.linears.values()]
         for role, linear in self.linears.items():
             bias = weights.up_bias if role == "gate_up" else getattr(weights, f"{role}_bias")
             stub = linear._fanfold.stub
@@ -144,4 +153,4 @@ class PackedFFNState(FFNState):
         if kernel is None:
             return
         below = [m for name, m, *_ in self.snapshot.nodes if name]
-        self.quick = Quick(kernel, x, self.spec.d_model, watched, below, module, questions=questions)
+        self.quick = Quick(kernel, x, self.spec.d_model, watched, below, module, questions=questions, places=places)

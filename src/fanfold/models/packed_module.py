@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .packed_weight import make_stub, parameter
+from .packed_weight import parameter
+from .stubs import make_stub
 
 
 def apply_to_packed(module: Any, base: Callable[..., Any], fn: Callable[[Tensor], Tensor], recurse: bool) -> Any:
@@ -33,7 +34,7 @@ def apply_to_packed(module: Any, base: Callable[..., Any], fn: Callable[[Tensor]
     finally:
         module._parameters["weight"] = state.stub
     if changed.dtype != state.stub.dtype:
-        state.retype(changed)
+        state.retype(changed.dtype)
         if state.kept is not None:
             state.kept.data = fn(state.kept.data)
     return module

@@ -14,6 +14,8 @@ from .linears import is_conv1d
 from .packed_weight import PackedWeight, pack, parameter
 from .quick import Quick, join, preparable
 from .states import AUTOCAST, GRADIENTS, LinearState
+from .stubs import mark, place
+from .stubs import retype as retype_stub
 
 if TYPE_CHECKING:
     from .find import Found
@@ -26,8 +28,8 @@ _plain_linear = nn.functional.linear
 class PackedLinearState(LinearState):
     """A linear whose matrix is packed.
 
-    weight   the packed matrix.  stub  what its parameter `weight` is meanwhile (see `packed_weight`).
-    dtype, requires_grad, kept  of the original parameter; `kept` is the original itself where it is to be kept.
+    weight   the packed matrix.  stub  what its parameter `weight` is meanwhile (see `stubs`).
+    requires_grad, kept  of the original parameter; `kept` is the original itself where it is to be kept.
     owner    (module, name) that goes on holding the original: a tied embedding.
     reloaded whether load_state_dict has written other weights into it.
     found    the FFN that it belongs to, where a layer's own code connects its linears.
@@ -40,7 +42,7 @@ class PackedLinearState(LinearState):
     ) -> None:
         super().__init__(path, weight.format, backend)
         self.weight, self.stub = weight, stub
-        self.dtype, self.requires_grad = original.dtype, original.requires_grad
+        self.requires_grad = original.requires_grad
         self.kept: nn.Parameter | None = original
         self.owner: tuple[nn.Module, str] | None = None
         self.reloaded = False
@@ -48,22 +50,32 @@ class PackedLinearState(LinearState):
         self._table_seen = ""  # the same for compiled code
         self._column: Tensor | None = None  # a number of each of its rows then
         self._bias: tuple[Tensor, Tensor, int] | None = None  # what it was made from, the float32 copy, its number
-        self._mark: tuple[Any, ...] | None = mark(stub)
+        weight.watch(stub)
 
     def __getstate__(self) -> dict[str, Any]:
         untouched = self.untouched(self.stub)
-        return {**super().__getstate__(), "_bias": None, "_table": self.table() is None, "_mark": untouched}
+        return {**super().__getstate__(), "_bias": None, "_table": self.table() is None, "untouched": untouched}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        untouched = state.pop("untouched")
         self.__dict__.update(state)
-        # What was written into the stub counts in a copy as well.
-        self._mark = mark(self.stub) if state["_mark"] else None
+        if untouched:
+            if place(self.stub) is None:  # read from a file
+                retype_stub(self.stub, self.stub.dtype)
+            self.weight.watch(self.stub)
+        else:  # what was written into the stub counts in a copy as well
+            self.weight.mark = None
         self._know(self._owned() if state["_table"] else None)
 
     def forget(self) -> None:
         super().forget()
         self.kept = None
         del self.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameter."""
+        return self.stub.dtype
 
     def tie(self, owner: tuple[nn.Module, str]) -> None:
         """The original lives on as a parameter of another module: a tied embedding."""
@@ -72,7 +84,7 @@ class PackedLinearState(LinearState):
 
     def _know(self, table: nn.Parameter | None) -> None:
         """The table's numbers are the packed ones."""
-        self._table = None if table is None else mark(table)
+        self._table = None if table is None else _count(table)
         self._table_seen = "" if table is None else packed_op.seen(table)
         self._column = None if table is None else column(table).clone()
 
@@ -90,33 +102,33 @@ class PackedLinearState(LinearState):
     def table(self) -> nn.Parameter | None:
         """The table that the weight is tied to, if it has changed since it was packed: then it is what counts."""
         table = self._owned()
-        if table is None or self._column is None or mark(table) != self._table:
+        if table is None or self._column is None or _count(table) != self._table:
             return table
         # writes through .data are not counted; one to a whole row shows in its first number
         return None if torch.equal(column(table), self._column) else table
 
     def holds(self, module: nn.Module) -> bool:
         """Whether `module` still has the stub, untouched: then its weights are the packed ones."""
-        return module._parameters.get("weight") is self.stub and mark(self.stub) == self._mark
+        return module._parameters.get("weight") is self.stub and mark(self.stub) == self.weight.mark
 
     def untouched(self, weight: Any) -> bool:
         """Whether `weight` is the stub, or a tensor in its place that shares its memory (`detach`, functional_call)."""
         if type(weight) not in (Tensor, nn.Parameter) or weight.shape != self.stub.shape or any(weight.stride()):
             return False
-        return weight.data_ptr() == self.stub.data_ptr() and mark(self.stub) == self._mark
+        return weight.data_ptr() == self.stub.data_ptr() and mark(self.stub) == self.weight.mark
 
     def stands(self, module: nn.Module) -> bool:
         """`holds` for torch.compile and export, which see no addresses; export puts its own tensors in place of
         parameters. A stub alone is one number, expanded."""
         weight = module._parameters["weight"]
-        if weight is None or self._mark is None or any(weight.stride()):
+        if weight is None or self.weight.mark is None or any(weight.stride()):
             return False
         return weight is self.stub or torch.compiler.is_exporting()
 
-    def retype(self, scalar: Tensor) -> None:
-        """Make the stub of this NaN, in its dtype: the model was cast."""
-        self.stub.data = scalar.expand(self.stub.shape)
-        self.dtype, self._mark = scalar.dtype, mark(self.stub)
+    def retype(self, dtype: torch.dtype) -> None:
+        """The model was cast."""
+        retype_stub(self.stub, dtype)
+        self.weight.watch(self.stub)
 
     def bias(self, module: nn.Module) -> Tensor | None:
         """The module's bias as the kernels read it: itself if it is float32, else a copy, made anew when it changes."""
@@ -162,7 +174,12 @@ class PackedLinearState(LinearState):
         """One call while torch.compile is tracing."""
         if not self.stands(module):
             return module._fanfold_original.forward(module, x)
+        refused = self.gradient_refused()
+        if refused is not None:
+            outputs = self.stub.shape[1 if is_conv1d(module) else 0]
+            return torch.ops.fanfold.packed_refusal(x, outputs, refused)
         wants = torch.is_grad_enabled() and (x.requires_grad or self.requires_grad_now(module))
+        wants = wants or torch_ops.forward_mode()
         bias, table = module.bias, self._owned()
         if wants or torch_ops.autocast_on(x) or dispatch.resolve(self.backend) == "torch" or x.dtype not in cpu._DTYPES:
             dtype = self.dtype if torch_ops.autocast_on(x) else x.dtype
@@ -187,6 +204,15 @@ class PackedLinearState(LinearState):
         """[out, in]."""
         return table.t() if is_conv1d(module) else table
 
+    def gradient_refused(self) -> str | None:
+        """What to tell who asks for a gradient of the packed weight."""
+        if not torch.is_grad_enabled() or not self.stub.requires_grad:
+            return None
+        return (
+            f"{self.path}: its weight is packed as {self.format} and can get no gradient: call fanfold.unswap(model) "
+            "before training"
+        )
+
     def requires_grad_now(self, module: nn.Module) -> bool:
         bias = module._parameters.get("bias")
         return bias is not None and bias.requires_grad
@@ -196,7 +222,7 @@ class PackedLinearState(LinearState):
         if module._parameters.get("weight") is None:
             raise RuntimeError(
                 f"{self.path}: its weight is computed (pruning, parametrization), but it is packed as {self.format}, "
-                "which is for inference alone: call fanfold.unswap(model) first"
+                "which is for inference alone: undo that, and call fanfold.unswap(model) before you do it again"
             )
         self.step_aside(EXCHANGED)
         weight, bias = module.weight, module.bias
@@ -207,6 +233,8 @@ class PackedLinearState(LinearState):
 
     def _objection(self, module: nn.Module, x: Tensor) -> str | None:
         bias = module._parameters.get("bias")
+        if bias is None and getattr(module, "bias", None) is not None:
+            return "its bias is computed (pruning, parametrization)"
         if bias is not None and type(bias) is not nn.Parameter:
             return f"its bias is a {type(bias).__name__}"
         seen = torch_ops.transform_active()
@@ -215,8 +243,9 @@ class PackedLinearState(LinearState):
         if torch_ops.autocast_on(x):
             return AUTOCAST
         if torch.is_grad_enabled():
-            if self.stub.requires_grad:
-                raise RuntimeError(f"{self.path}: {no_gradient(self.format)}")
+            refused = self.gradient_refused()
+            if refused is not None:
+                raise RuntimeError(refused)
             if x.requires_grad or self.requires_grad_now(module):
                 return GRADIENTS
         backend = dispatch.resolve(self.backend)
@@ -249,7 +278,7 @@ class PackedLinearState(LinearState):
                 (functools.partial(getattr, table, "_version"), counted),
                 (functools.partial(torch.equal, column(table), self._column), True),
             ]
-        self.quick = Quick(kernel, x, part.shape[0], watched, questions=asked)
+        self.quick = Quick(kernel, x, part.shape[0], watched, questions=asked, places=[place(self.stub)])
         join(self.quick, x, (part.data,) if bias is None else (part.data, bias))
 
     def save(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
@@ -293,13 +322,9 @@ def column(table: Tensor) -> Tensor:
     return table.detach().select(1, 0)
 
 
-def mark(stub: Tensor) -> tuple[Any, ...]:
-    """What changes when somebody gives a stub memory of its own or writes to it."""
-    return stub.data_ptr(), version(stub)
-
-
-def no_gradient(format: str | None) -> str:
-    return f"its weight is packed as {format} and can get no gradient: call fanfold.unswap(model) before training"
+def _count(table: Tensor) -> tuple[Any, ...]:
+    """What changes when it is written to, as far as PyTorch counts that, or given other memory."""
+    return table.data_ptr(), version(table)
 
 
 def readable_bias(bias: Tensor) -> bool:

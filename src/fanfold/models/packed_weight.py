@@ -1,8 +1,4 @@
-"""What a packed linear holds instead of its matrix: the packed parts, and the stub that stands in for the parameter.
-
-The stub keeps the parameter's name, shape, dtype and device for code that asks (T5 reads `wo.weight.dtype`), and takes
-no memory: one NaN, expanded. Code that computes with it gets NaN, never a wrong number.
-"""
+"""What a packed linear holds instead of its matrix: the packed parts. What stands in for its parameter: `stubs`."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from .. import formats
 from ..kernels import packed, packed_op
 from ..kernels.packed import PackedMatrix
 from ..layout import GATE_UP, SEPARATE, UP_GATE, UP_GATE_INTERLEAVED, Layout
+from . import stubs
 from .linears import is_conv1d
 
 
@@ -29,6 +26,7 @@ class PackedWeight:
         self.parts, self.order = parts, order
         self.decided = False  # whether its activations have been chosen
         self.opened: tuple[Opened, ...] = ()  # while it is being checked
+        self.mark: tuple[Any, ...] | None = None  # of the untouched stub, which tied linears share as they do this
         self.describe()
 
     @classmethod
@@ -44,6 +42,14 @@ class PackedWeight:
         """The parts for a check; `close` lets their codes go."""
         self.opened = self.opened or tuple(Opened(part) for part in self.parts)
         return self.opened
+
+    def watch(self, stub: nn.Parameter) -> None:
+        """Take the stub as it is for untouched. Once somebody has written to it, the operators refuse the parts."""
+        self.mark = stubs.mark(stub)
+        place = stubs.place(stub)
+        if place is not None:
+            for part in self.parts:
+                packed_op.watch(part.data, *place)
 
     def close(self) -> None:
         self.opened = ()
@@ -152,11 +158,6 @@ def pack(weight: Tensor, format: str) -> Opened:
     plain = weight.detach().to("cpu", torch.float32).contiguous().numpy()
     codes = formats.quantize_matrix(plain, format)
     return Opened(PackedMatrix.pack(codes), codes)
-
-
-def make_stub(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
-    """The stand-in for a parameter: its shape and dtype, every element the same NaN."""
-    return nn.Parameter(torch.full((), torch.nan, dtype=dtype).expand(shape), requires_grad=False)
 
 
 def parameter(matrix: Tensor, linear: nn.Module, requires_grad: bool) -> nn.Parameter:

@@ -16,8 +16,9 @@ from ..kernels.packed import PackedMatrix
 from ..layout import SEPARATE
 from .linears import matrix
 from .packed_state import PackedLinearState
-from .packed_weight import Opened, PackedWeight, make_stub, pack, parameter
+from .packed_weight import Opened, PackedWeight, pack, parameter
 from .states import LinearState
+from .stubs import make_stub
 from .swapped import PackedLinear, install, uninstall
 
 
@@ -108,8 +109,15 @@ def _exact(state: PackedLinearState) -> bool:
 
 def put_back(modules: dict[str, nn.Module]) -> list[str]:
     """Undo the swap of the modules, {path: module}. -> a note per module whose weights are not as they were, also given
-    as a warning."""
+    as a warning. Raises RuntimeError, with nothing undone, if one of them has got another class meanwhile."""
     notes = []
+    for path, module in modules.items():
+        cls = type(module)
+        if "_fanfold_original" not in cls.__dict__:
+            raise RuntimeError(
+                f"{path} has become a {cls.__name__} since the swap: undo that first "
+                "(torch.nn.utils.parametrize.remove_parametrizations)"
+            )
     unpacker = Unpacker()
     for path, module in modules.items():
         state = uninstall(module)

@@ -65,6 +65,7 @@ class Quick:
         bare          (module, type, its dict, …): children of the same class, their forward not patched
         attributes    (object, name, value, …)
         calls         (callable, answer, …): where each parameter lies, and how
+        places        (address, the 8 bytes there, …) that nobody may have written to
         letters       [] or [x, its address, its version, y, the tensors read for it, their versions]: what an earlier
                       product of x has left for this one
         besides       [(kernel, outputs, letters, the tensors it reads), …] to be computed in the same pass.
@@ -82,11 +83,13 @@ class Quick:
         module: Any = None,
         limit: int | Callable[[int], bool] = NO_LIMIT,
         questions: Sequence[tuple[Any, Any]] | None = None,
+        places: Sequence[tuple[int, int] | None] = (),
     ) -> None:
-        """questions  (method, answer) pairs to hold the parameters to; default: that each lies where and as it does."""
-        places = {id(place): place for place, _, value in watched if isinstance(value, (nn.Module, Tensor))}
+        """questions  (method, answer) pairs to hold the parameters to; default: that each lies where and as it does.
+        places     of stubs."""
+        dicts = {id(place): place for place, _, value in watched if isinstance(value, (nn.Module, Tensor))}
         if module is not None:
-            places[id(module._modules)] = module._modules  # also where it has no children yet
+            dicts[id(module._modules)] = module._modules  # also where it has no children yet
         if questions is None:
             parameters = [value for _, _, value in watched if isinstance(value, Tensor)]
             questions = [(f, f()) for p in parameters for f in _questions(p)]
@@ -102,11 +105,12 @@ class Quick:
         self.plan = (
             *(kernel, Tensor, x.dtype, x.shape[-1], outputs, limit, torch.get_num_threads, torch.empty_like),
             _SURROUNDINGS,
-            tuple(item for place in places.values() for item in (place, len(place))),
+            tuple(item for one in dicts.values() for item in (one, len(one))),
             tuple(item for triple in watched for item in triple),
             tuple(item for m in bare or () for item in (m, type(m), m.__dict__)),
             tuple(attributes),
             tuple(item for pair in questions for item in pair),
+            tuple(item for pair in places if pair is not None for item in pair),
             *([], []),
         )
 

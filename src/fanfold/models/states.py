@@ -26,6 +26,7 @@ GRADIENTS = "gradients are needed"
 TRAINING = "training mode with dropout"
 AUTOCAST = "autocast is on"
 FASTER = "PyTorch is faster"
+FORWARD_MODE = "forward-mode differentiation"
 _QUIET = (GRADIENTS, TRAINING, AUTOCAST, FASTER, "torch.compile", "backend torch")
 
 
@@ -137,7 +138,7 @@ class FFNState(LinearState):
         if global_hooks():
             return "hooks on every module are registered"
         if torch.compiler.is_compiling():
-            return None
+            return FORWARD_MODE if torch_ops.forward_mode() else None
         return torch_ops.differentiating() if self.may_train else torch_ops.transform_active()
 
     @property

@@ -101,6 +101,8 @@ class ParallelPackedLinear(nn.Module):
             reason = "autocast is on"
         elif not compiling:
             reason = reason or torch_ops.transform_active() or packed.linear_why_not(x, weight.parts[0], None)
+        elif torch_ops.forward_mode():
+            reason = "forward-mode differentiation is active"
         elif x.dtype not in cpu._DTYPES:
             reason = f"x is {x.dtype}"
         if reason is None:

@@ -274,6 +274,9 @@ NB_MODULE(_cpu, m) {
   m.def("remember_graph_op", &remember_graph_op);
   m.def("forget_graph_op", &forget_graph_op);
   m.def("graph_op_calls", &graph_op_calls);
+  m.def("watch_matrix", &watch_matrix);
+  m.def("unwatch_matrix", &unwatch_matrix);
+  m.def("is_written", &is_written);
   m.def("activation", &activation);
   m.def("middle", &middle);
   m.def("fit", &fit);

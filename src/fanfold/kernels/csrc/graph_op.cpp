@@ -110,6 +110,18 @@ Handle handle(Value value) { return reinterpret_cast<Handle>(static_cast<uintptr
 
 uintptr_t address(const Tensor& t) { return reinterpret_cast<uintptr_t>(ask(torch.aoti_torch_get_data_ptr, t.get())); }
 
+// 8 bytes that must be what they were: somebody may write to what stands in for a matrix in its module.
+struct Place {
+  uintptr_t at;
+  int64_t word;
+
+  bool written() const {
+    int64_t now;
+    std::memcpy(&now, pointer<const void>(at), sizeof now);
+    return now != word;
+  }
+};
+
 // A call that was made before: a function of where its matrices and biases lie, which is compared each time.
 struct Known {
   std::string description;
@@ -121,13 +133,15 @@ struct Known {
   bool together;
   size_t matrices;
   std::vector<std::tuple<uintptr_t, int64_t>> parts;
+  std::vector<Place> places;
 };
 
 constexpr int kMostBeside = fanfold::PackedCall::kMostBeside;
 constexpr size_t kMostKnown = 4096;
 
-std::mutex mutex;                                                        // of `known`
+std::mutex mutex;                                                        // of `known` and `watched`
 std::unordered_multimap<uintptr_t, std::shared_ptr<const Known>> known;  // by the address of the first matrix
+std::unordered_map<uintptr_t, Place> watched;                            // by the address of a matrix
 std::atomic<uint64_t> calls{0};
 
 std::shared_ptr<const Known> find(uintptr_t first, const char* text, size_t length, fanfold::DType x_dtype) {
@@ -160,6 +174,9 @@ Tensor repeated(const Tensor& x, const std::vector<Tensor>& parts, const char* t
     const bool is_matrix = i < k->matrices;
     const int32_t dtype = is_matrix ? torch.aoti_torch_dtype_uint8() : torch.aoti_torch_dtype_float32();
     if (!as_known(parts[i], k->parts[i], dtype)) return {};
+  }
+  for (const Place& place : k->places) {
+    if (place.written()) return {};
   }
   const int64_t* const shape = ask(torch.aoti_torch_get_sizes, x.get());
   // A negative view (of a conjugate) does not come here: PyTorch gives an operator without a kernel for it a copy.
@@ -279,6 +296,10 @@ void remember_graph_op(const std::string& description, int x_dtype, int64_t inpu
   k->matrices = matrices;
   k->parts = parts;
   const std::lock_guard<std::mutex> lock(mutex);
+  for (size_t i = 0; i < matrices; ++i) {
+    const auto place = watched.find(std::get<0>(parts[i]));
+    if (place != watched.end()) k->places.push_back(place->second);
+  }
   if (known.size() >= kMostKnown) known.clear();
   const uintptr_t first = std::get<0>(parts[0]);
   const auto [begin, end] = known.equal_range(first);
@@ -294,6 +315,26 @@ void remember_graph_op(const std::string& description, int x_dtype, int64_t inpu
 void forget_graph_op() {
   const std::lock_guard<std::mutex> lock(mutex);
   known.clear();
+}
+
+void watch_matrix(uintptr_t matrix, uintptr_t place, int64_t word) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  watched[matrix] = {place, word};
+  known.clear();  // may know of another one
+}
+
+void unwatch_matrix(uintptr_t matrix, uintptr_t place) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = watched.find(matrix);
+  if (found == watched.end() || found->second.at != place) return;
+  watched.erase(found);
+  known.clear();
+}
+
+bool is_written(uintptr_t matrix) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = watched.find(matrix);
+  return found != watched.end() && found->second.written();
 }
 
 uint64_t graph_op_calls() { return calls.load(std::memory_order_relaxed); }

@@ -26,3 +26,9 @@ void forget_graph_op();
 
 // How many calls were made that way.
 uint64_t graph_op_calls();
+
+// `is_written` says whether the 8 bytes at `place` have become something else than `word`; a call in C is made only of
+// matrices of which it would not. The place stays readable for good.
+void watch_matrix(uintptr_t matrix, uintptr_t place, int64_t word);
+void unwatch_matrix(uintptr_t matrix, uintptr_t place);
+bool is_written(uintptr_t matrix);

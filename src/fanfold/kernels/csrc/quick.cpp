@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 
 #include "bound.h"
 
@@ -28,6 +29,7 @@ enum Item {
   kBare,
   kAttributes,
   kCalls,
+  kPlaces,  // (address, 8 bytes as an integer, …)
   kLetters,
   kBesides,
 };
@@ -144,6 +146,12 @@ bool holds(const nb::tuple& plan) {
   PyObject* const attributes = at(plan, kAttributes);
   for (Py_ssize_t i = 0, n = PyTuple_Size(attributes); i < n; i += 3) {
     if (get(at(attributes, i), at(attributes, i + 1)).ptr() != at(attributes, i + 2)) return false;
+  }
+  PyObject* const places = at(plan, kPlaces);
+  for (Py_ssize_t i = 0, n = PyTuple_Size(places); i < n; i += 2) {
+    int64_t now;
+    std::memcpy(&now, pointer<const void>(static_cast<uintptr_t>(number(at(places, i)))), sizeof now);
+    if (now != number(at(places, i + 1))) return false;
   }
   return answers(at(plan, kCalls));
 }
