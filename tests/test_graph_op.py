@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import fanfold as ff
-from fanfold import Spec, Weights, formats
+from fanfold import Spec, Weights, formats, numerics
 from fanfold.kernels import cpu, dispatch, graph_op, packed, packed_op
 from fanfold.kernels.packed import PackedMatrix
 
@@ -457,3 +457,26 @@ assert graph_op._PASS not in post_grad.pass_patterns
 def test_a_pytorch_without_the_c_interface() -> None:
     code = WITHOUT_C.format(tests=str(Path(__file__).parent))
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Strided(nn.Module):
+    """Each token's k beside the next one's, by strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.mlp = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+
+    def forward(self, x):
+        q, k = self.q(x), self.k(x)
+        (b, t, d), (i, j, u) = k.shape, k.stride()
+        return self.mlp(q[:, 1:] + k.as_strided((b, t - 1, 2, d), (i, j, j, u)).sum(2))
+
+
+@torch.no_grad()
+def test_products_that_are_read_by_strides_stay_apart() -> None:
+    torch.manual_seed(0)
+    model, x = Strided().eval(), torch.randn(2, 6, 32)
+    ff.swap(model, format="fp32", linears="all", inputs=x)
+    torch._dynamo.reset()
+    assert numerics.relative_error(torch.compile(model)(x), model(x)) < 64 * numerics.UNIT_ROUNDOFF["float32"]

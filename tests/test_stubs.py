@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize, prune
 
 import fanfold as ff
 from fanfold import numerics
-from fanfold.kernels import cpu, packed_op
+from fanfold.kernels import cpu, packed, packed_op
 from fanfold.models import stubs
 
 FORMATS = ("fp32", "bf16", "int8", "int4_g32", "q4_1")
@@ -262,3 +262,26 @@ def test_tied_linears_are_cast_together() -> None:
         assert all(linear._fanfold.holds(linear) for linear in (one[0], one[2]))
         assert all(linear._fanfold.dtype is torch.bfloat16 for linear in (one[0], one[2]))
         assert one[0].weight.untyped_storage().nbytes() == 2
+
+
+@pytest.mark.filterwarnings("ignore:fanfold")
+@pytest.mark.parametrize("size", [1, 40])
+@torch.no_grad()
+def test_a_bias_of_another_size_is_not_read_past_its_end(size: int) -> None:
+    model, plain, x = swapped(), build(), data()
+    matrix = model.first._fanfold.weight.parts[0]
+    for bias in (torch.ones(size), torch.ones(32, device="meta")):
+        with pytest.raises(ValueError, match="bias has shape"):
+            packed.linear(x, matrix, bias)
+    for called in (False, True):
+        if called:
+            ff.unswap(model)
+            model = swapped()
+            model(x), model(x)
+        for one in (model, plain):
+            one.first.bias = nn.Parameter(torch.ones(size))
+        if size == 1:  # PyTorch broadcasts it
+            assert close(model(x), plain(x))
+        else:
+            with pytest.raises(RuntimeError, match=r"size of tensor|must match"):
+                model(x)

@@ -134,9 +134,11 @@ class _Pass:
                 ffns.append(node)
         for node in ffns:
             _replace_ffn(graph, node)
+        # Inductor reads `as_strided` on the buffer below a slice, with the strides that it had when traced.
+        apart = any(node.target is torch.ops.aten.as_strided.default for node in graph.nodes)
         for nodes in products.values():
             while nodes:
-                nodes = _replace_products(graph, nodes)
+                nodes = _replace_products(graph, nodes, apart)
         return len(ffns) + len(products)
 
 
@@ -152,10 +154,10 @@ def _replace_ffn(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _replace_products(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> list[torch.fx.Node]:
-    """The first, and as many others as one pass takes. -> the others"""
+def _replace_products(graph: torch.fx.Graph, nodes: list[torch.fx.Node], apart: bool) -> list[torch.fx.Node]:
+    """The first, and as many others as one pass takes, unless each is to stay apart. -> the others"""
     first = nodes[0]
-    able = [n for n in nodes[1:] if _may_precede(n, first)][: cpu.MOST_BESIDE]
+    able = [n for n in nodes[1:] if not apart and _may_precede(n, first)][: cpu.MOST_BESIDE]
     group = [first, *able]
     for node in group:
         for needed in node.all_input_nodes:

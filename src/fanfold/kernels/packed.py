@@ -318,6 +318,8 @@ def linear_why_not(x: Any, matrix: PackedMatrix, bias: Any = None) -> str | None
     reason = cpu.available() or cpu._input(x, matrix.shape[1])
     if reason is None and bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
         return f"bias is {bias.dtype}, expected contiguous torch.float32 beside a packed matrix"
+    if reason is None and bias is not None and (bias.shape != (matrix.shape[0],) or not bias.is_cpu):
+        return f"bias has shape {tuple(bias.shape)} on {bias.device}, expected ({matrix.shape[0]},) on cpu"
     return reason
 
 

@@ -176,8 +176,7 @@ class PackedLinearState(LinearState):
             return module._fanfold_original.forward(module, x)
         refused = self.gradient_refused()
         if refused is not None:
-            outputs = self.stub.shape[1 if is_conv1d(module) else 0]
-            return torch.ops.fanfold.packed_refusal(x, outputs, refused)
+            return torch.ops.fanfold.packed_refusal(x, self._outputs(module), refused)
         wants = torch.is_grad_enabled() and (x.requires_grad or self.requires_grad_now(module))
         wants = wants or torch_ops.forward_mode()
         bias, table = module.bias, self._owned()
@@ -199,6 +198,9 @@ class PackedLinearState(LinearState):
         dtype = self.dtype if torch_ops.autocast_on(x) else x.dtype
         bias = module.bias
         return _plain_linear(x, self._right_way(module, table).to(dtype), None if bias is None else bias.to(dtype))
+
+    def _outputs(self, module: nn.Module) -> int:
+        return self.stub.shape[1 if is_conv1d(module) else 0]
 
     def _right_way(self, module: Any, table: Tensor) -> Tensor:
         """[out, in]."""
@@ -237,6 +239,8 @@ class PackedLinearState(LinearState):
             return "its bias is computed (pruning, parametrization)"
         if bias is not None and type(bias) is not nn.Parameter:
             return f"its bias is a {type(bias).__name__}"
+        if bias is not None and (bias.shape != (self._outputs(module),) or not bias.is_cpu):
+            return f"its bias has shape {tuple(bias.shape)} on {bias.device}"
         seen = torch_ops.transform_active()
         if seen is not None:
             return seen
