@@ -3,6 +3,7 @@ Python, and no call made from memory that differs from the one remembered."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import shutil
@@ -473,10 +474,44 @@ class Strided(nn.Module):
         return self.mlp(q[:, 1:] + k.as_strided((b, t - 1, 2, d), (i, j, j, u)).sum(2))
 
 
+@compiles
 @torch.no_grad()
 def test_products_that_are_read_by_strides_stay_apart() -> None:
+    from torch._inductor.utils import fresh_inductor_cache
+
     torch.manual_seed(0)
     model, x = Strided().eval(), torch.randn(2, 6, 32)
     ff.swap(model, format="fp32", linears="all", inputs=x)
     torch._dynamo.reset()
-    assert numerics.relative_error(torch.compile(model)(x), model(x)) < 64 * numerics.UNIT_ROUNDOFF["float32"]
+    with fresh_inductor_cache():
+        y = torch.compile(model)(x)
+    assert numerics.relative_error(y, model(x)) < 64 * numerics.UNIT_ROUNDOFF["float32"]
+
+
+@compiles
+@torch.no_grad()
+def test_what_an_earlier_pass_has_compiled_is_not_taken_from_disk(monkeypatch) -> None:
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_inductor_cache
+
+    torch.manual_seed(0)
+    model, x = Strided().eval().mlp, torch.randn(2, 6, 32)
+
+    def taken_from_disk() -> bool:
+        twin = copy.deepcopy(model)
+        ff.swap(twin, format="fp32", linears="all", inputs=x)
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(twin)(x)
+        return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] > 0
+
+    with fresh_inductor_cache():
+        assert not taken_from_disk()
+        assert taken_from_disk()
+        monkeypatch.setattr(packed_op, "GRAPHS", packed_op.GRAPHS + 1)
+        assert not taken_from_disk()
+
+
+def test_texts_without_the_number_of_the_pass_are_read() -> None:
+    assert packed_op._kind("['fp32', 3, 4, 'float']") == ("fp32", (3, 4), "float")
+    assert packed_op._kind(packed_op.describe(matrix(3, 4, "fp32"))) == ("fp32", (3, 4), "float")

@@ -285,3 +285,50 @@ def test_a_bias_of_another_size_is_not_read_past_its_end(size: int) -> None:
         else:
             with pytest.raises(RuntimeError, match=r"size of tensor|must match"):
                 model(x)
+
+
+def _child(questions, answers) -> None:
+    model, x = questions.get()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = model(x)
+        model.first.weight.zero_()
+        warnings.simplefilter("ignore")
+        answers.put((y.tolist(), model(x).tolist()))
+
+
+@torch.no_grad()
+def test_models_that_processes_share() -> None:
+    model, plain, x = swapped(), build(), data()
+    y = model(x)
+    plain.first.weight.zero_()
+    context = torch.multiprocessing.get_context("spawn")
+    questions, answers = context.Queue(), context.Queue()
+    process = context.Process(target=_child, args=(questions, answers))
+    process.start()
+    questions.put((model, x))
+    theirs, zeroed = answers.get(timeout=120)
+    process.join()
+    assert torch.equal(torch.tensor(theirs), y)
+    assert close(torch.tensor(zeroed), plain(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(model(x), y)
+        assert torch.equal(model(x), y)
+    model.first.weight.data.zero_()
+    with pytest.warns(UserWarning, match="its weight was exchanged"):
+        assert close(model(x), plain(x))
+
+
+@torch.no_grad()
+def test_who_writes_nan_gets_nan() -> None:
+    for write in (lambda w: w.fill_(torch.nan), lambda w: w.copy_(w.clone())):
+        model, x = swapped(), data()
+        model(x)
+        try:
+            write(model.first.weight)
+        except RuntimeError:  # PyTorch refuses it
+            continue
+        model.first._fanfold.quick = None
+        with pytest.warns(UserWarning, match="its weight was exchanged"):
+            assert model(x).isnan().all()

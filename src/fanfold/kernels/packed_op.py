@@ -34,6 +34,10 @@ _library.define("packed_weight(Tensor data, str description, ScalarType dtype) -
 
 _library.define("packed_refusal(Tensor x, int outputs, str reason) -> Tensor")
 
+# Increase it when `graph_op` makes something else of a graph: Inductor keeps what it compiled on disk, by the operators
+# and their texts, and would take out what an earlier pass has made of them.
+GRAPHS = 2
+
 _Kind = tuple[str, tuple[int, int], str]  # format, shape, activations
 
 # {(description, address of the first matrix): (kernel, dtype of x, inputs, outputs, addresses and sizes of the tensors,
@@ -82,7 +86,7 @@ def describe(matrix: PackedMatrix) -> str:
 def describe_kind(kind: tuple[str, tuple[int, ...], str]) -> str:
     """The same from (format, shape, activations)."""
     format, (n, k), activations = kind
-    return f"['{format}', {n}, {k}, '{activations}']"  # by hand: torch.compile does not trace json
+    return f"['{format}', {n}, {k}, '{activations}', {GRAPHS}]"  # by hand: torch.compile does not trace json
 
 
 def describe_ffn(weights: Weights) -> str:
@@ -98,7 +102,7 @@ def _kind(description: str) -> _Kind:
 
 
 def _read_kind(read: list[Any]) -> _Kind:
-    format, n, k, activations = read
+    format, n, k, activations, *_ = read  # a program that was exported earlier may have no number
     return format, (n, k), activations
 
 

@@ -11,11 +11,11 @@ from ..kernels import cpu, dispatch, packed, packed_op
 from ..kernels import torch as torch_ops
 from ..layout import SEPARATE, Layout
 from ..weights import Weights
+from . import stubs
 from .packed_module import real_weights, stub_used
 from .packed_state import EXCHANGED, watch_bias
 from .quick import Quick, preparable
 from .states import GRADIENTS, FFNState
-from .stubs import place
 
 
 class PackedFFNState(FFNState):
@@ -144,7 +144,7 @@ class PackedFFNState(FFNState):
         kernel = packed.prepare(x, weights)
         watched = self.snapshot.watched(self.dropout)
         questions: list[Any] = []
-        places = [place(linear._fanfold.stub) for linear in self.linears.values()]
+        places = [stubs.place(linear._fanfold.stub) for linear in self.linears.values()]
         for role, linear in self.linears.items():
             bias = weights.up_bias if role == "gate_up" else getattr(weights, f"{role}_bias")
             stub = linear._fanfold.stub

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from ..kernels import cpu, dispatch, packed, packed_op
 from ..kernels import torch as torch_ops
+from . import stubs
 from .linears import is_conv1d
 from .packed_weight import PackedWeight, pack, parameter
 from .quick import Quick, join, preparable
+from .snapshot import mark, version
 from .states import AUTOCAST, GRADIENTS, LinearState
-from .stubs import mark, place
-from .stubs import retype as retype_stub
 
 if TYPE_CHECKING:
     from .find import Found
@@ -60,8 +60,8 @@ class PackedLinearState(LinearState):
         untouched = state.pop("untouched")
         self.__dict__.update(state)
         if untouched:
-            if place(self.stub) is None:  # read from a file
-                retype_stub(self.stub, self.stub.dtype)
+            if stubs.place(self.stub) is None:  # read from a file
+                stubs.retype(self.stub, self.stub.dtype)
             self.weight.watch(self.stub)
         else:  # what was written into the stub counts in a copy as well
             self.weight.mark = None
@@ -84,7 +84,7 @@ class PackedLinearState(LinearState):
 
     def _know(self, table: nn.Parameter | None) -> None:
         """The table's numbers are the packed ones."""
-        self._table = None if table is None else _count(table)
+        self._table = None if table is None else mark(table)
         self._table_seen = "" if table is None else packed_op.seen(table)
         self._column = None if table is None else column(table).clone()
 
@@ -102,20 +102,28 @@ class PackedLinearState(LinearState):
     def table(self) -> nn.Parameter | None:
         """The table that the weight is tied to, if it has changed since it was packed: then it is what counts."""
         table = self._owned()
-        if table is None or self._column is None or _count(table) != self._table:
+        if table is None or self._column is None or mark(table) != self._table:
             return table
         # writes through .data are not counted; one to a whole row shows in its first number
         return None if torch.equal(column(table), self._column) else table
 
     def holds(self, module: nn.Module) -> bool:
         """Whether `module` still has the stub, untouched: then its weights are the packed ones."""
-        return module._parameters.get("weight") is self.stub and mark(self.stub) == self.weight.mark
+        return module._parameters.get("weight") is self.stub and self._stub_untouched()
 
     def untouched(self, weight: Any) -> bool:
         """Whether `weight` is the stub, or a tensor in its place that shares its memory (`detach`, functional_call)."""
         if type(weight) not in (Tensor, nn.Parameter) or weight.shape != self.stub.shape or any(weight.stride()):
             return False
-        return weight.data_ptr() == self.stub.data_ptr() and mark(self.stub) == self.weight.mark
+        return weight.data_ptr() == self.stub.data_ptr() and self._stub_untouched()
+
+    def _stub_untouched(self) -> bool:
+        if stubs.mark(self.stub) == self.weight.mark:
+            return True
+        if self.weight.mark is None or not stubs.moved(self.stub, self.weight.mark):
+            return False
+        self.retype(self.stub.dtype)
+        return True
 
     def stands(self, module: nn.Module) -> bool:
         """`holds` for torch.compile and export, which see no addresses; export puts its own tensors in place of
@@ -127,7 +135,7 @@ class PackedLinearState(LinearState):
 
     def retype(self, dtype: torch.dtype) -> None:
         """The model was cast."""
-        retype_stub(self.stub, dtype)
+        stubs.retype(self.stub, dtype)
         self.weight.watch(self.stub)
 
     def bias(self, module: nn.Module) -> Tensor | None:
@@ -282,7 +290,7 @@ class PackedLinearState(LinearState):
                 (functools.partial(getattr, table, "_version"), counted),
                 (functools.partial(torch.equal, column(table), self._column), True),
             ]
-        self.quick = Quick(kernel, x, part.shape[0], watched, questions=asked, places=[place(self.stub)])
+        self.quick = Quick(kernel, x, part.shape[0], watched, questions=asked, places=[stubs.place(self.stub)])
         join(self.quick, x, (part.data,) if bias is None else (part.data, bias))
 
     def save(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
@@ -326,19 +334,9 @@ def column(table: Tensor) -> Tensor:
     return table.detach().select(1, 0)
 
 
-def _count(table: Tensor) -> tuple[Any, ...]:
-    """What changes when it is written to, as far as PyTorch counts that, or given other memory."""
-    return table.data_ptr(), version(table)
-
-
 def readable_bias(bias: Tensor) -> bool:
     """Whether the kernels read it where it is."""
     return bias.dtype is torch.float32 and bias.is_cpu and bias.is_contiguous()
-
-
-def version(t: Tensor) -> int | None:
-    """How often a tensor was written to; None where that is not counted."""
-    return None if t.is_inference() else t._version
 
 
 def watch_bias(module: nn.Module, used: Tensor | None) -> list[tuple[Any, Any]]:

@@ -37,7 +37,7 @@ class Constant:
     def __init__(self, name: str, module: nn.Module, tensor: Tensor) -> None:
         self.name, self.module, self.tensor = name, module, tensor
         self.value = tensor.detach().clone() if tensor.numel() <= _COMPARED else None
-        self._mark: tuple[Any, ...] | None = _mark(tensor)
+        self._mark: tuple[Any, ...] | None = mark(tensor)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mark": None, "same": not self.changed()}  # a copy counts its writes anew
@@ -45,7 +45,7 @@ class Constant:
     def __setstate__(self, state: dict[str, Any]) -> None:
         same = state.pop("same")
         self.__dict__.update(state)
-        self._mark = _mark(self.tensor) if same else None
+        self._mark = mark(self.tensor) if same else None
 
     def now(self) -> Tensor | None:
         """What the module holds under this name today."""
@@ -58,13 +58,18 @@ class Constant:
         if now is None:
             return True
         if value is None or now.device != value.device:
-            return now is not self.tensor or _mark(now) != self._mark
+            return now is not self.tensor or mark(now) != self._mark
         return now.dtype != value.dtype or now.shape != value.shape or not torch.equal(now, value)
 
 
-def _mark(tensor: Tensor) -> tuple[Any, ...]:
+def version(t: Tensor) -> int | None:
+    """How often a tensor was written to; None where that is not counted."""
+    return None if t.is_inference() else t._version
+
+
+def mark(t: Tensor) -> tuple[Any, ...]:
     """What changes when it is written to, as far as PyTorch counts that, or given other memory."""
-    return None if tensor.is_inference() else tensor._version, tensor.data_ptr()
+    return version(t), t.data_ptr()
 
 
 class Snapshot:

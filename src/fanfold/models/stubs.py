@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import snapshot
+
 _BYTES, _PER_CHUNK = 8, 4096  # of a stub's place; places of a chunk
 _lock = threading.Lock()
 _chunks: list[tuple[int, memoryview]] = []  # address, its places as integers
@@ -33,8 +35,16 @@ def retype(stub: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def mark(stub: Tensor) -> tuple[Any, ...]:
-    """What changes when somebody gives a stub memory of its own or writes to it."""
-    return stub.data_ptr(), None if stub.is_inference() else stub._version, word(stub)
+    """What changes when somebody gives a stub other memory or writes to it."""
+    return *snapshot.mark(stub), word(stub)
+
+
+def moved(stub: Tensor, before: tuple[Any, ...]) -> bool:
+    """Whether a stub, once marked so, lies elsewhere and was not written to: it was sent to another process, with which
+    PyTorch makes its memory shared."""
+    if snapshot.version(stub) != before[0] or any(stub.stride()) or not stub.numel():
+        return False
+    return bool(stub.detach().as_strided((), ()).isnan())
 
 
 def place(stub: Tensor) -> tuple[int, int] | None:
