@@ -213,6 +213,7 @@ def test_a_computed_bias_counts(where: str) -> None:
 @pytest.mark.parametrize("where", ["first", "mlp.0", "mlp.2"])
 def test_compiled_code_refuses_gradients_of_packed_weights(where: str) -> None:
     model, x = swapped("int8"), data()
+    model.requires_grad_(False)  # biases that want a gradient have the FFN's own code run
     model.get_submodule(where).weight.requires_grad_(True)
     for call in (model, torch.compile(model)):
         torch._dynamo.reset()
@@ -242,6 +243,35 @@ def test_forward_mode_derivatives(format: str | None, grad: bool) -> None:
         assert close(derivative(model)(x), expected)
         assert close(torch.compile(derivative(model))(x), expected)
         assert torch.equal(compiled(x), before)  # what was compiled before is not what runs inside of a transform
+
+
+@pytest.mark.parametrize("format", [None, "fp32", "int8"])
+@torch.no_grad()
+def test_forward_mode_derivatives_of_functions_and_modules(format: str | None) -> None:
+    spec = ff.Spec(d_model=32, d_ff=48, activation="silu", gated=True)
+    torch.manual_seed(3)
+    weights = ff.Weights(spec, gate=torch.randn(48, 32), up=torch.randn(48, 32), down=torch.randn(32, 48))
+    if format is None:
+        module: nn.Module = ff.nn.FeedForward.from_weights(weights)
+        exact = weights
+    else:
+        matrices = {name: packed.PackedMatrix.pack(m, "fp32") for name, m in weights.items()}
+        weights = ff.Weights(spec, **matrices) if format == "fp32" else ff.quantize(weights, format)
+        module = ff.nn.PackedFeedForward(weights)
+        exact = ff.Weights(spec, **{name: m.dequantize() for name, m in weights.items()})
+    x, along = data(), data(2)
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(
+            nn.functional.silu(nn.functional.linear(x, exact.gate)) * nn.functional.linear(x, exact.up), exact.down
+        )
+
+    expected = torch.func.jvp(plain, (x,), (along,))[1]
+    for f in (module, lambda x: ff.ffn(x, weights)):
+        for how in (lambda f: f, torch.compile):
+            torch._dynamo.reset()
+            derivative = how(lambda x: torch.func.jvp(f, (x,), (along,))[1])  # noqa: B023
+            assert close(derivative(x), expected)
 
 
 @torch.no_grad()

@@ -16,8 +16,7 @@ from . import packed
 
 # aliases: each look-up through the torch module costs a cache miss in a decoding model
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
-_functorch_stack, _functorch_whole = _functorch.peek_interpreter_stack, _functorch.get_interpreter_stack
+_functorch_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 _is_tracing = torch._C._is_tracing
 # (question, answer, …): what `transform_active` asks but for forward-mode AD, whose level is a number in a module
 NO_TRANSFORM: tuple[Any, ...] = (_dispatch_modes, 0, _functorch_stack, None, _is_tracing, False)
@@ -83,7 +82,7 @@ def differentiating() -> str | None:
         return "a functorch transform is active"
     if _is_tracing():
         return "torch.jit is tracing"
-    if forward_ad._current_level >= 0:
+    if forward_mode():
         return "forward-mode AD is active"
     return None
 
@@ -92,9 +91,7 @@ def forward_mode() -> bool:
     """Whether forward-mode differentiation (jvp, jacfwd) is active, which no_grad does not switch off and which would
     take the output of an operator of ours for a constant. For code that torch.compile traces, too: that compiles anew
     for another stack of transforms."""
-    return forward_ad._current_level >= 0 or any(
-        i.key() == _functorch.TransformType.Jvp for i in _functorch_whole() or ()
-    )
+    return forward_ad._current_level >= 0
 
 
 # What torch.compiler.assume_constant_result does, which imports the compiler for it.
